@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets megatron-core run on a machine without CUDA. On a GPU machine it does nothing.
+
+megatron-core asks `torch.cuda` for streams, memory counters, the current device and a generator,
+and passes `device="cuda"` in a dozen places. `enable()` answers those questions with the CPU's:
+about twenty functions of `torch.cuda` are replaced, and a torch function mode reads
+`device="cuda"` as `device="cpu"`. It costs about 1.4 us per operation.
+
+It acts on the whole process, and must run before `megatron.core` is imported: entry points and
+conftest.py call it, libraries do not. Known to fit torch 2.11 and megatron-core 0.19.2; the places
+in megatron-core that need each piece are named beside it.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # its tables are built from the true functions: must precede the patching
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_mode: "_CudaMeansCpu | None" = None
+
+
+def enable() -> bool:
+    """Make megatron-core usable on this CPU. Returns whether anything is, or was, replaced.
+
+    May be called any number of times. Returns False and touches nothing where CUDA is available.
+    """
+    global _mode
+    if torch.cuda.is_available():
+        return False
+    if _mode is not None:
+        return True
+    _replace_cuda_functions()
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()
+    _keep_mode_in_backward(_mode)
+    # "CPU RNG state changed": on a CPU it is meant to.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # `jit_fuser` and the bare `@torch.compile` of transformer/moe/router.py run eagerly.
+    torch._dynamo.config.disable = True
+    return True
+
+
+def is_enabled() -> bool:
+    """Whether this process runs megatron-core through the replacements."""
+    return _mode is not None
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _called_from_megatron() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Reads `device="cuda"`, `.cuda()`, `.to("cuda")` and pinned memory as the CPU's."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and _called_from_megatron():
+            # optimizer.py and distrib_optimizer.py compare with 'torch.cuda.BFloat16Tensor'.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        if not kwargs:
+            return func(*args)
+        kwargs = dict(kwargs)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if getattr(func, "__name__", "") == "all_to_all_single":
+            # The token dispatcher leaves the split sizes as tensors where no stream copies them.
+            for name in ("output_split_sizes", "input_split_sizes"):
+                if torch.is_tensor(kwargs.get(name)):
+                    kwargs[name] = kwargs[name].tolist()
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream where everything has already happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def wait_stream(self, *args: object) -> None: ...
+    def wait_event(self, *args: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def record(self, *args: object) -> None: ...
+    def wait(self, *args: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 0.0
+
+
+def _replace_cuda_functions() -> None:
+    stream, generator = _Stream(), torch.default_generator
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,  # about 150 places pass it as `device=`
+        "current_stream": lambda *args, **kwargs: stream,
+        "default_stream": lambda *args, **kwargs: stream,
+        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "synchronize": lambda *args: None,
+        "empty_cache": lambda: None,
+        "set_device": lambda device: None,
+        "device_count": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
+        "manual_seed": lambda seed: generator.manual_seed(seed),
+        "manual_seed_all": lambda seed: generator.manual_seed(seed),
+        "get_rng_state": lambda *args, **kwargs: generator.get_state(),
+        "set_rng_state": lambda state, *args, **kwargs: generator.set_state(state),
+        "_lazy_call": lambda callback, **kwargs: callback(),
+        "_lazy_init": lambda: None,
+        "default_generators": {None: generator, _CPU: generator},
+        "memory_allocated": lambda *args: 0,
+        "max_memory_allocated": lambda *args: 0,
+        "memory_reserved": lambda *args: 0,
+    }
+    for name, replacement in replacements.items():
+        assert hasattr(torch.cuda, name), f"torch.cuda.{name} is gone: cpu_compat fits torch 2.11"
+        setattr(torch.cuda, name, replacement)
+    for name in ("get_rng_state", "set_rng_state"):
+        setattr(torch.cuda.random, name, replacements[name])
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
+
+
+def _keep_mode_in_backward(mode: _CudaMeansCpu) -> None:
+    """`torch.autograd.backward` pops the mode; put it back for code that runs inside of it.
+
+    Recomputed forwards and the autograd functions of the collectives are such code.
+    """
+    import torch.autograd.graph as graph
+
+    run = graph._engine_run_backward
+
+    def run_with_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    graph._engine_run_backward = run_with_mode
+    torch.autograd._engine_run_backward = run_with_mode

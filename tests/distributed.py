@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function, or a program, in several gloo processes, and brings back what each rank says.
+
+    def _losses(seed):           # a module-level function, imported by name in every rank
+        ...
+        return [1.0, 2.0]        # anything torch.save takes
+
+    def test_two_ranks():
+        first, second = run_distributed(_losses, 2, timeout=60, args=(7,))
+
+Each rank gets the environment that torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT), one thread, and `cpu_compat` enabled before its function is imported. The
+process group is left to the function (`torch.distributed.init_process_group("gloo")`). When a rank
+fails or the time is over, its siblings are killed (they would wait for it for ever) and the call
+raises RuntimeError with every rank's output, each line with its rank.
+"""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_distributed(
+    target: Callable[..., Any] | str | Path | Sequence[str],
+    world_size: int,
+    timeout: float = 120.0,
+    args: Sequence[Any] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs `target` in `world_size` processes.
+
+    `target`: a module-level function (called with `args`; returns its results by rank), the path of
+    a script, or a list of arguments for Python such as ["-m", "pretrain", "run.yaml"] (`args`
+    follow as strings; returns the output of each rank).
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        place = Path(folder)
+        if callable(target):
+            request = place / "request.pt"
+            file = Path(sys.modules[target.__module__].__file__ or "").resolve()
+            torch.save((str(file), target.__qualname__, tuple(args)), request)
+            command = [sys.executable, str(Path(__file__).resolve()), str(request)]
+        else:
+            words = [str(target)] if isinstance(target, str | Path) else list(target)
+            command = [sys.executable, *words, *map(str, args)]
+        logs = [place / f"rank{rank}.log" for rank in range(world_size)]
+        ranks = _start(command, logs, env or {})
+        try:
+            failure = _wait(ranks, timeout)
+        finally:
+            for process in ranks:
+                _kill(process)
+        texts = [log.read_text(errors="replace") for log in logs]
+        if failure:
+            raise RuntimeError(failure + "\n" + _prefixed(texts))
+        if not callable(target):
+            return texts
+        return [
+            torch.load(place / f"result{rank}.pt", weights_only=False) for rank in range(world_size)
+        ]
+
+
+def _start(
+    command: list[str], logs: list[Path], env: Mapping[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    shared = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(len(logs)),
+        "LOCAL_WORLD_SIZE": str(len(logs)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        **env,
+    }
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as out:
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # its own children die with it, see _kill
+                )
+            )
+    return ranks
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+    """Until all have ended; what went wrong, or None."""
+    end = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                time.sleep(0.3)  # let the siblings say what they saw
+                return f"rank {rank} of {len(ranks)} ended with status {code}"
+        if None not in codes:
+            return None
+        if time.monotonic() > end:
+            waiting = [rank for rank, code in enumerate(codes) if code is None]
+            return f"ranks {waiting} of {len(ranks)} still run after {timeout} s"
+        time.sleep(0.02)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()
+    process.wait()
+
+
+def _prefixed(texts: list[str]) -> str:
+    lines = [
+        f"[rank {rank}] {line}"
+        for rank, text in enumerate(texts)
+        for line in text.splitlines()[-60:]
+    ]
+    return "\n".join(lines)
+
+
+def _serve(request: str) -> None:
+    """What each rank of a function runs."""
+    sys.path[0] = str(ROOT)  # not the folder of this file
+    from pretrain import cpu_compat
+
+    cpu_compat.enable()
+    torch.set_num_threads(1)
+    file, name, args = torch.load(request, weights_only=False)
+    spec = importlib.util.spec_from_file_location("distributed_target", file)
+    assert spec, f"cannot import {file}"
+    assert spec.loader, f"cannot import {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    result = getattr(module, name)(*args)
+    torch.save(result, Path(request).with_name(f"result{os.environ['RANK']}.pt"))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
