@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Randomness as a pure function: which dither and which Hadamard signs an operand gets.
+
+Nothing here is drawn and nothing is stored: with pipeline parallelism several micro-batches are in
+flight, and a buffer of signs or seeds would be stale for some of them. The key of an operand is
+
+    r = philox(counter=(layer_lo, layer_hi, step_lo, step_hi), key=(seed_lo, seed_hi))
+    k = philox(counter=(micro_batch, expert, stream, r[2]),    key=(r[0], r[1]))
+    key = (k[0], k[1])
+
+with Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), 32-bit
+words, and `stream` the number of the operand in STREAMS. The dither of one element is then a Philox
+value of (key, global row, global column): see `fused_ops.quantize`.
+
+Hadamard signs: both operands of one GEMM share a vector, or the rotation would not cancel; dgrad
+and wgrad have different ones. They depend neither on the rank nor on the expert.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fused_ops.formats import OperandSpec
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+WEIGHT_OPERANDS = ("fprop.w", "dgrad.w")
+
+# The numbers are part of the definition of a run: append, never reorder.
+STREAMS = {
+    name: number
+    for number, name in enumerate((*OPERANDS, "fprop.signs", "dgrad.signs", "wgrad.signs"), start=1)
+}
+
+# Transformer Engine's sign vector for the 16-point Hadamard transform (bit i of 0xD7E8 set: -1).
+FIXED_SIGNS = tuple(-1 if 0xD7E8 >> i & 1 else 1 for i in range(16))
+
+_MASK = 0xFFFFFFFF
+
+
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10
+) -> tuple[int, int, int, int]:
+    """Philox4x32 of 32-bit words, in Python integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def stable_id(name: str) -> int:
+    """A 64-bit number for a module name, the same in every process and Python version."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class StreamKey:
+    """What the randomness of one linear layer call depends on.
+
+    `seed`, `step` and `layer` are 64-bit, `micro_batch` (global number within the step) and
+    `expert` (global number) 32-bit. `step` is the number of the optimizer step that is being
+    computed.
+    """
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    layer: int = 0
+    expert: int = 0
+
+    def __post_init__(self) -> None:
+        for field, bits in (
+            ("seed", 64), ("step", 64), ("layer", 64), ("micro_batch", 32), ("expert", 32),
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if not 0 <= value < 1 << bits:
+                raise ValueError(
+                    f"a stream key's {field} must be in [0, 2^{bits}), got {value}; "
+                    f"take it modulo 2^{bits}"
+                )
+
+    def operand(self, name: str) -> tuple[int, int]:
+        """The Philox key (two 32-bit words) of the operand `name`, one of STREAMS.
+
+        Weight operands ignore `micro_batch`: their codes are kept for a whole step.
+        """
+        micro_batch = 0 if name in WEIGHT_OPERANDS else self.micro_batch
+        words = _derive(self.seed, self.step, micro_batch, self.layer, self.expert, STREAMS[name])
+        return words[0], words[1]
+
+    def with_expert(self, number: int) -> "StreamKey":
+        """The key of the expert `number` places after this one."""
+        return replace(self, expert=self.expert + number)
+
+
+@lru_cache(maxsize=65536)
+def _derive(
+    seed: int, step: int, micro_batch: int, layer: int, expert: int, stream: int
+) -> tuple[int, int, int, int]:
+    counter = (layer & _MASK, layer >> 32, step & _MASK, step >> 32)
+    r0, r1, r2, _ = philox4x32(counter, (seed & _MASK, seed >> 32))
+    return philox4x32((micro_batch, expert, stream, r2), (r0, r1))
+
+
+def sign_key(spec: "OperandSpec", key: StreamKey, gemm: str) -> tuple[int, ...]:
+    """What the signs of `spec` in `gemm` are a function of; empty if they are fixed or unused."""
+    if not spec.hadamard or spec.signs == "fixed":
+        return ()
+    micro_batch = key.micro_batch if spec.signs == "micro_batch" else 0
+    return _derive(key.seed, key.step, micro_batch, key.layer, 0, STREAMS[f"{gemm}.signs"])
+
+
+def signs(
+    spec: "OperandSpec",
+    key: StreamKey,
+    gemm: str,
+    device: torch.device | str | None = None,
+) -> torch.Tensor | None:
+    """The sign vector for an operand of `gemm`: fp32 [spec.hadamard] of +-1.
+
+    Args:
+        spec: the operand; its `hadamard` is the length and its `signs` the period.
+        key: the call; "micro_batch" signs depend on seed, step, micro_batch and layer, "step"
+            signs on seed, step and layer.
+        gemm: "fprop", "dgrad" or "wgrad".
+        device: where the vector is made (no copy from the host).
+
+    Returns:
+        None if the operand is not rotated or its signs are fixed: the quantizer then uses
+        Transformer Engine's vector (FIXED_SIGNS, repeated for longer transforms).
+    """
+    words = sign_key(spec, key, gemm)
+    if not words:
+        return None
+    if spec.hadamard > 32 * len(words):
+        raise ValueError(
+            f"a resampled sign vector holds at most 128 signs, got hadamard={spec.hadamard}; "
+            "use 16 or 128"
+        )
+    shifts = torch.arange(32, device=device, dtype=torch.int64)
+    bits = torch.cat([(shifts.new_full((1,), word) >> shifts) & 1 for word in words])
+    return (1 - 2 * bits[: spec.hadamard]).float()
