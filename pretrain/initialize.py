@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings a process up: device, torch.distributed, megatron-core's process groups, seeds."""
+
+import datetime
+import os
+import random
+from dataclasses import dataclass
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from models.config import ParallelConfig
+
+from fused_ops.errors import ConfigError
+from pretrain import cpu_compat
+
+# Read by cuBLAS when its handle is made: without it, sums may come in another order.
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the processes of the run."""
+
+    device: torch.device
+    rank: int
+    size: int
+    groups: ProcessGroupCollection
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks, and writes what only one rank writes."""
+        return self.rank == 0
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of a step's samples this rank reads."""
+        return self.groups.dp.rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.groups.dp.size()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this process: `auto`, `cpu` or `cuda`; its own GPU of the host."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if torch.cuda.is_available():
+            # megatron-core puts its buffers on the GPU wherever there is one.
+            raise ConfigError(
+                "run.device=cpu needs a machine, or a process, without GPUs; torch sees "
+                f"{torch.cuda.device_count()}; start with CUDA_VISIBLE_DEVICES= in front"
+            )
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"each process needs its own GPU; got LOCAL_RANK={device.index} with "
+            f"{torch.cuda.device_count()} GPUs; start fewer processes on this host"
+        )
+    torch.cuda.set_device(device)
+    return device
+
+
+def initialize(
+    parallel: ParallelConfig,
+    *,
+    device: str = "auto",
+    seed: int = 1234,
+    timeout_minutes: float = 30.0,
+    deterministic: bool = False,
+) -> World:
+    """Starts (or takes over) torch.distributed and makes the groups of the parallel layout.
+
+    Without torchrun's environment this is a run of one process, and needs no network. May be
+    called again in one process with another layout.
+    """
+    set_determinism(deterministic)
+    place = choose_device(device)
+    if place.type == "cpu":
+        assert cpu_compat.is_enabled(), "cpu_compat.enable() runs before megatron-core is imported"
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    if not dist.is_initialized():
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+            )
+    groups = make_groups(parallel, timeout_minutes)
+    seed_everything(seed)
+    return World(place, dist.get_rank(), dist.get_world_size(), groups)
+
+
+def make_groups(parallel: ParallelConfig, timeout_minutes: float) -> ProcessGroupCollection:
+    """megatron-core's process groups for a layout; earlier ones of this process are destroyed."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def seed_everything(seed: int) -> None:
+    """All generators of this process; those of megatron-core differ between model shards."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Sums in full precision always; with `deterministic` also in the same order every time."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if deterministic:
+        os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def shut_down() -> None:
+    """Leaves the groups and torch.distributed. Idempotent."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step: micro-batches through megatron-core's schedule, gradients finished, weights updated."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+from models.precision import PrecisionState
+
+from pretrain.initialize import World
+from pretrain.optimizer import update
+
+MicroBatch = Mapping[str, Any]
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass
+class Engine:
+    """A model that can be trained: what a step needs, and nothing of the run around it."""
+
+    world: World
+    chunks: list[Any]
+    """Model chunks of this rank, wrapped in DistributedDataParallel; one per virtual stage."""
+    config: TransformerConfig
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    precision_state: PrecisionState
+    clip_grad: float
+    seq_length: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        self.config.calculate_per_token_loss = True
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        ddp = self.chunks[0].ddp_config
+        if ddp.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves to be recorded; the same on every rank."""
+
+    loss: float
+    """Mean over the tokens of the global batch that count."""
+    tokens: int
+    """How many those are."""
+    grad_norm: float
+    """Before clipping; inf or nan where the step was skipped."""
+    lr: float
+    updated: bool
+    """False: an overflow, or an operand or gradient that is not finite; weights are as before."""
+    nonfinite_operand: bool
+    """Whether a quantized GEMM met Inf or NaN."""
+    stop: bool
+    """Whether any rank asked to stop."""
+
+
+def train_step(
+    engine: Engine, micro_batches: Sequence[MicroBatch], stop_requested: bool = False
+) -> StepResult:
+    """Forward, backward and update over this rank's micro-batches of one global batch.
+
+    The gradient is that of the mean loss over all counted tokens of the global batch, however it
+    is cut into micro-batches and ranks. `stop_requested` is shared with the other ranks.
+    """
+    state, optimizer, scheduler = engine.precision_state, engine.optimizer, engine.scheduler
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    state.nonfinite.zero_()
+    sums = run_schedule(engine, micro_batches, forward_only=False)
+
+    flags = torch.stack([state.nonfinite.double().reshape(()), sums.new_tensor(stop_requested)])
+    totals = torch.cat([sums, flags])
+    dist.all_reduce(totals)
+    loss_sum, tokens, nonfinite, stop = totals.tolist()
+
+    if nonfinite:  # codes of such a tensor are finite: hand what it was on to the overflow check
+        for chunk in engine.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.grad_data.fill_(math.inf)
+    scheduler.step(1)
+    lr = learning_rate(optimizer)
+    updated, grad_norm = update(optimizer, engine.clip_grad)
+    if updated:
+        state.weights_changed()
+    else:
+        scheduler.step(-1)
+    return StepResult(
+        loss=loss_sum / max(tokens, 1),
+        tokens=int(tokens),
+        grad_norm=grad_norm,
+        lr=lr,
+        updated=updated,
+        nonfinite_operand=bool(nonfinite),
+        stop=bool(stop),
+    )
+
+
+def run_schedule(
+    engine: Engine, micro_batches: Sequence[MicroBatch], forward_only: bool
+) -> torch.Tensor:
+    """Drives megatron-core's pipeline schedule, interleaved or not.
+
+    Returns float64 [2]: sum of losses and number of tokens of this rank's micro-batches. Summed
+    over all ranks it is that of the global batch: each loss is counted once, on the last stage
+    and the first of the tensor-parallel ranks.
+    """
+    micro_batches = [prepare(engine, batch) for batch in micro_batches]
+    iterators = [iter(micro_batches) for _ in engine.chunks]
+    single = len(engine.chunks) == 1
+    stored = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, engine.precision_state),
+        data_iterator=iterators[0] if single else iterators,
+        model=engine.chunks[0] if single else engine.chunks,
+        num_microbatches=len(micro_batches),
+        seq_length=engine.seq_length,
+        micro_batch_size=engine.micro_batch_size,
+        decoder_seq_length=engine.seq_length,
+        forward_only=forward_only,
+    )
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
+    if stored and engine.world.groups.tp.rank() == 0:
+        sums += torch.stack([part["sums"] for part in stored]).sum(0)
+    return sums
+
+
+def prepare(engine: Engine, batch: MicroBatch) -> dict[str, Any]:
+    """A micro-batch on the device, this context-parallel rank's part of it."""
+    device = engine.world.device
+    moved = {name: batch[name].to(device, non_blocking=True) for name in _TENSORS}
+    if engine.world.groups.cp.size() > 1:
+        moved = get_batch_on_this_cp_rank(
+            moved, is_hybrid_cp=False, cp_group=engine.world.groups.cp
+        )
+    moved["index"] = batch["index"]
+    cu_seqlens = batch.get("cu_seqlens")
+    moved["packed"] = None if cu_seqlens is None else packed_sequence(cu_seqlens.to(device))
+    return moved
+
+
+def packed_sequence(cu_seqlens: torch.Tensor) -> PackedSeqParams:
+    """megatron-core's description of documents that must not see each other.
+
+    `cu_seqlens`: int32 [documents + 1], where each document starts in the flattened micro-batch.
+    """
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def forward_step(
+    state: PrecisionState, batches: Iterator[dict[str, Any]], model: torch.nn.Module
+) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one chunk; what megatron-core's schedules call."""
+    batch = next(batches)
+    state.set_micro_batch(batch["index"])
+    packed = {} if batch["packed"] is None else {"packed_seq_params": batch["packed"]}
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        **packed,
+    )
+    return losses, partial(loss_function, batch["loss_mask"])
+
+
+def loss_function(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum of the losses that count, how many count, both as float64 to be summed over ranks).
+
+    losses, loss_mask: [micro_batch, sequence].
+    """
+    counted = loss_mask.reshape(-1).float()
+    total = (losses.reshape(-1).float() * counted).sum()
+    tokens = counted.sum()
+    sums = torch.stack([total.detach(), tokens]).double()
+    return total, tokens.to(torch.int), {"sums": sums}
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The rate of groups that follow the schedule unchanged."""
+    return float(next(g["lr"] for g in optimizer.param_groups if g.get("default_config", True)))
+
+
+def total_over_ranks(sums: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """(mean loss, tokens) of several `run_schedule` results, over all ranks."""
+    total = torch.stack(list(sums)).sum(0)
+    dist.all_reduce(total)
+    loss_sum, tokens = total.tolist()
+    return loss_sum / max(tokens, 1), tokens
