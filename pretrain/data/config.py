@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads."""
+
+from dataclasses import field
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+
+@dataclass(kw_only=True, config=ConfigDict(extra="forbid"))
+class SourceConfig:
+    """One source of a blend."""
+
+    path: str
+    """Folder with `manifest.json` and the shards that it names."""
+
+    weight: float | list[tuple[int, float]] = 1.0
+    """Share of the samples, relative to the other weights. A curriculum is a list of
+    (first sample, weight): [[0, 0.9], [1000000, 0.5]]; the first entry starts at sample 0."""
+
+
+@dataclass(kw_only=True, config=ConfigDict(extra="forbid"))
+class DataConfig:
+    """Training and validation data, and how windows of tokens are cut from them."""
+
+    train: str | list[SourceConfig]
+    """Folder with a manifest, or a list of {path, weight}."""
+
+    valid: str | dict[str, str] | None = None
+    """Folder with a manifest, or {name: folder} for several named validation sets."""
+
+    seed: int | None = None
+    """Seed of the order of samples; None takes the run's seed."""
+
+    isolate_documents: bool = False
+    """Attention and Mamba state do not cross a document boundary (batches carry cu_seqlens)."""
+
+    reset_position_ids: bool = False
+    """Positions count from 0 again at each document start."""
+
+    eod_mask_loss: bool = False
+    """No loss where the input is the end-of-document token (the next document's first token)."""
+
+    chunk_tokens: int = field(default=2_097_152)
+    """Tokens of a chunk: consecutive windows that are read from one place."""
+
+    chunks_per_group: int = field(default=64)
+    """Chunks that are mixed together: samples are shuffled within such a group."""
+
+    prefetch: bool = True
+    """Prepare the next step's batches in a thread while this step computes."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "chunks_per_group"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name} must be at least 1; got {getattr(self, name)}")
+        if isinstance(self.train, list) and not self.train:
+            raise ValueError("data.train must name at least one source; got an empty list")
