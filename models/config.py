@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `model` and `parallel` sections of a run file, and megatron-core's config made from them."""
+
+import dataclasses
+from dataclasses import field
+from typing import Any, Literal
+
+import torch
+from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
+
+from fused_ops.errors import ConfigError
+from models.config_checks import layout_problems, read_megatron
+from models.pattern import Pattern, parse_pattern, pattern_problems, stage_problems
+from models.presets import get_preset, merge_preset
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(kw_only=True, frozen=True, config=_STRICT)
+class ModelConfig:
+    """What is trained."""
+
+    preset: str | None = None
+    """A named shape (`python -m tools.presets` lists them); every other key overrides it."""
+    pattern: str = "*-*-"
+    """One symbol a layer: M Mamba-2, * attention, + MLA, - MLP, E experts; | cuts stages, / MTP."""
+    seq_length: int = 1024
+    """Tokens of a sample."""
+    vocab_size: int | None = None
+    """Entries of the vocabulary; None takes the data's."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded to a multiple of this. It does not depend on the layout, so that
+    every layout trains the same model."""
+    position_embedding: Literal["rope", "none"] = "rope"
+    """How attention knows positions. Multi-latent attention has its own rotary part."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Share of each head that is rotated."""
+    tie_embeddings: bool = False
+    """Whether the output layer uses the embedding's weight."""
+    init_std: float | None = None
+    """Standard deviation of initial weights; None takes megatron-core's 0.02."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Any further field of megatron-core's TransformerConfig, such as hidden_size."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        values = dict(given.kwargs or {}) if isinstance(given, ArgsKwargs) else dict(given)
+        if values.get("preset"):
+            values = merge_preset(get_preset(values["preset"]), values)
+        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
+
+
+@dataclass(kw_only=True, frozen=True, config=_STRICT)
+class ParallelConfig:
+    """How the model is laid over processes. A layout changes speed, never the training."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share each matrix."""
+    pipeline_model_parallel_size: int = 1
+    """Processes in a row of layers."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Stages that each process of the row holds (interleaved schedule); None for one."""
+    context_parallel_size: int = 1
+    """Processes that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Processes that share the experts of a layer."""
+    expert_tensor_parallel_size: int | None = None
+    """Processes that share each expert's matrices; None for tensor_model_parallel_size."""
+    sequence_parallel: bool = False
+    """Cut activations between matrices along the sequence (with tensor parallelism)."""
+    use_distributed_optimizer: bool = True
+    """Each data-parallel process keeps a part of the optimizer's state."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather parameters while the forward pass goes on."""
+
+    @property
+    def virtual(self) -> int:
+        """Stages a process holds."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+
+def padded_vocab_size(model: ModelConfig, vocab_size: int) -> int:
+    """Rows of the embedding: vocab_size, padded."""
+    return -(-vocab_size // model.make_vocab_size_divisible_by) * model.make_vocab_size_divisible_by
+
+
+def model_problems(
+    model: ModelConfig, parallel: ParallelConfig, vocab_size: int | None = None
+) -> list[str]:
+    """Everything that keeps this model from being built in this layout; nothing is built."""
+    values, problems = read_megatron(model.megatron, multi_latent="+" in model.pattern)
+    vocab_size = vocab_size or model.vocab_size
+    broken = pattern_problems(model.pattern)
+    problems += broken
+    if not broken:
+        pattern = parse_pattern(model.pattern)
+        stages = (parallel.pipeline_model_parallel_size, parallel.virtual)
+        problems += stage_problems(pattern, *stages)
+        problems += layout_problems(
+            pattern,
+            values,
+            parallel,
+            seq_length=model.seq_length,
+            padded_vocab=padded_vocab_size(model, vocab_size) if vocab_size else None,
+        )
+    for name in ("seq_length", "make_vocab_size_divisible_by", "vocab_size"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            problems.append(f"model.{name} must be at least 1, got {value}")
+    return problems
+
+
+def transformer_config(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    params_dtype: torch.dtype = torch.bfloat16,
+    deterministic: bool = False,
+) -> TransformerConfig:
+    """megatron-core's config, with settings that need neither Transformer Engine nor apex.
+
+    Args:
+        model, parallel: sections of a run file.
+        params_dtype: type of weights and activations: float32, bfloat16 or float16.
+        deterministic: forbid kernels whose sums depend on timing.
+
+    Raises:
+        ConfigError: every problem found, megatron-core's own refusals included.
+    """
+    problems = model_problems(model, parallel)
+    if problems:
+        raise ConfigError(problems)
+    pattern = parse_pattern(model.pattern)
+    multi_latent = pattern.has("+")
+    kind = MLATransformerConfig if multi_latent else TransformerConfig
+    settings = _defaults(model, pattern)
+    settings |= read_megatron(model.megatron, multi_latent=multi_latent)[0]
+    settings |= _owned(model, parallel, pattern, params_dtype, deterministic)
+    try:
+        config = kind(**settings)
+    except (ValueError, AssertionError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"model.megatron: megatron-core refuses these settings: {error}"
+        ) from error
+    # Sums of long BF16 products stay FP32 on the GPU (nothing to do with the formats themselves).
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return config
+
+
+def _defaults(model: ModelConfig, pattern: Pattern) -> dict[str, Any]:
+    """Settings that `model.megatron` may change."""
+    settings: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "num_attention_heads": 1,  # megatron-core wants a number even without attention
+    }
+    if model.init_std is not None:
+        settings["init_method_std"] = model.init_std
+    if pattern.has("E"):
+        settings["moe_token_dispatcher_type"] = "alltoall"
+    if pattern.has("+"):
+        settings |= {"rope_type": "rope", "rotary_base": model.rotary_base}
+        settings["rotary_percent"] = model.rotary_percent
+    return settings
+
+
+def _owned(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    pattern: Pattern,
+    params_dtype: torch.dtype,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Settings that follow from other sections, or that only one value is right for."""
+    sizes = {
+        name: getattr(parallel, name)
+        for name in (f.name for f in dataclasses.fields(ParallelConfig))
+        if name.endswith("_size") or name == "sequence_parallel"
+    }
+    interleaved = parallel.virtual > 1
+    return sizes | {
+        "num_layers": len(pattern.layers),
+        "mtp_num_layers": pattern.mtp_depths or None,
+        "multi_latent_attention": pattern.has("+"),
+        "is_hybrid_model": True,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "bf16": params_dtype is torch.bfloat16,
+        "fp16": params_dtype is torch.float16,
+        "deterministic_mode": deterministic and torch.cuda.is_available(),
+        # The default, batch_p2p_comm=True, gives wrong gradients under the interleaved schedule.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "moe_grouped_gemm": pattern.has("E"),
+        "transformer_impl": "local",
+        # Not None: this is what makes megatron-core's schedules mark the first micro-batch of a
+        # step (MegatronModule.set_is_first_microbatch), after which weights are quantized anew.
+        "quant_recipe": RecipeConfig.from_config_dict({"matchers": {}, "configs": {}}),
+        "use_cpu_initialization": False,
+        "gradient_accumulation_fusion": False,  # its constructor needs apex; ours needs none
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+    }
