@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house that a machine can check: layering, sizes, README tree, no private paths."""
+"""The rules of the house that a machine can check: layering, sizes, tree, no private paths."""
 
 import ast
 import re
