@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layer of a stack of experts: one weight and one amax an expert, ragged tokens.
+
+Each expert is its own matrix for the quantizer: blocks, Hadamard groups and padding end with its
+tokens, so padding never enters an amax. Dither is keyed with the expert's number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.linear import check_shapes, dgrad, dummy_gradient, wgrad, wgrad_input
+from fused_ops.operands import (
+    LinearCall,
+    Operand,
+    amax_of,
+    observe,
+    pack,
+    quantize_operand,
+    unpack,
+    weight_operand,
+)
+from fused_ops.scaled_matmul import scaled_matmul
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] | Tensor, *, call: LinearCall
+) -> Tensor:
+    """Rows of expert e, x_e [T_e, in], times weight[e]^T: forward and backward as the recipe says.
+
+    Args:
+        x: [tokens, in], sorted by expert. Rows after the last expert's are ignored: they give zero
+            and get zero gradient.
+        weight: [experts, out, in], same dtype.
+        tokens_per_expert: how many rows each expert has; 0 is fine. A tensor on a device is read,
+            which waits for the device.
+        call: `key.expert` is the global number of the first expert here; `main_grad` is fp32
+            [experts, out, in]. `comm.reduce_amax` gets the amaxes of all experts in one tensor;
+            `comm.origin` gives the row of each expert's own first token (0 unless its tokens are
+            cut over ranks).
+
+    Returns:
+        [tokens, out] in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or counts that do not fit.
+    """
+    counts = [int(n) for n in tokens_per_expert]
+    if weight.dim() != 3 or x.dim() != 2:
+        raise ValueError(
+            "grouped_linear needs x [tokens, in] and weight [experts, out, in], got "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}; stack the experts' weights"
+        )
+    check_shapes(x, weight, None, call)
+    if len(counts) != len(weight) or min(counts, default=0) < 0 or sum(counts) > len(x):
+        raise ValueError(
+            f"tokens_per_expert must be {len(weight)} counts that sum to at most {len(x)} rows, "
+            f"got {counts}; count the rows that were dispatched to this rank"
+        )
+    return _GroupedLinear.apply(x, weight, counts, call)
+
+
+def _experts(call: LinearCall, count: int) -> list[LinearCall]:
+    """The call of each expert."""
+    keys = [call.key.with_expert(e) for e in range(count)]
+    return [replace(call, key=key, name=f"{call.name} expert {key.expert}") for key in keys]
+
+
+def _amaxes(call: LinearCall, name: str, parts: Sequence[Tensor], columns: bool) -> list[Any]:
+    """Each expert's amax, reduced over ranks all at once; None where the recipe needs none."""
+    spec = call.spec(name)
+    if not spec.needs_amax or spec.row_scaled:
+        return [None] * len(parts)
+    own = torch.stack([amax_of(call, name, part, columns=columns) for part in parts])
+    return list(call.comm.reduce_amax(name, own))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], call: LinearCall) -> Tensor:
+        calls = _experts(call, len(counts))
+        parts = x[: sum(counts)].split(counts)
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        y[sum(counts) :].zero_()
+        outputs = y[: sum(counts)].split(counts)
+        forward_amaxes = _amaxes(call, "fprop.x", parts, False)
+        ctx.save_input = ctx.needs_input_grad[1]
+        forwards: list[Operand] = []
+        for e, part in enumerate(parts):
+            qx = quantize_operand(calls[e], "fprop.x", part, amax=forward_amaxes[e])
+            forwards.append(qx)
+            if not counts[e]:
+                continue
+            qw = weight_operand(calls[e], "fprop.w", weight[e], e)
+            observe(calls[e], "fprop.x", part, qx)
+            observe(calls[e], "fprop.w", weight[e], qw)
+            product = scaled_matmul(
+                qx, qw, out_dtype=x.dtype, decode=call.recipe.decode,
+                implementation=call.implementation,
+            )  # fmt: skip
+            outputs[e].copy_(product)
+        ctx.packed = []
+        tensors: list[Tensor] = []
+        if ctx.save_input:
+            amaxes = _amaxes(call, "wgrad.x", _wgrad_sources(call, parts, forwards), True)
+            for e, part in enumerate(parts):
+                saved, rest = pack(wgrad_input(calls[e], part, forwards[e], amaxes[e]))
+                tensors += saved
+                ctx.packed.append((len(saved), rest))
+        ctx.save_for_backward(weight, *tensors)
+        ctx.calls, ctx.counts, ctx.weight, ctx.shape = calls, counts, weight, x.shape
+        ctx.call = call
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: LinearCall = ctx.call
+        counts: list[int] = ctx.counts
+        weight, *tensors = ctx.saved_tensors
+        parts = dy[: sum(counts)].split(counts)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = dy.new_empty(ctx.shape)
+            dx[sum(counts) :].zero_()
+            outputs = dx[: sum(counts)].split(counts)
+            amaxes = _amaxes(call, "dgrad.dy", parts, False)
+            for e, part in enumerate(parts):
+                if counts[e]:
+                    outputs[e].copy_(dgrad(ctx.calls[e], part, weight[e], e, amaxes[e]))
+        if ctx.save_input:
+            amaxes = _amaxes(call, "wgrad.dy", parts, True)
+            main_grad = ctx.weight.main_grad if call.main_grad else None
+            dw = None if call.main_grad else torch.zeros_like(weight)
+            start = 0
+            for e, (size, rest) in enumerate(ctx.packed):
+                x_t = unpack(tensors[start : start + size], rest)
+                start += size
+                if not counts[e]:
+                    continue
+                if main_grad is not None:
+                    wgrad(ctx.calls[e], parts[e], x_t, main_grad[e], weight.dtype, amaxes[e])
+                else:
+                    dw[e] = wgrad(ctx.calls[e], parts[e], x_t, None, weight.dtype, amaxes[e])
+            if call.main_grad:
+                dw = dummy_gradient(ctx.weight)
+        return dx, dw, None, None
+
+
+def _wgrad_sources(
+    call: LinearCall, parts: Sequence[Tensor], forwards: Sequence[Operand]
+) -> Sequence[Tensor]:
+    """What the operand of wgrad is quantized from: x, or the dequantized forward operand."""
+    if call.spec("wgrad.x").source != "forward":
+        return parts
+    return [
+        part if isinstance(forward, Tensor) else forward.dequantize()
+        for part, forward in zip(parts, forwards)
+    ]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layer: one autograd function, three GEMMs, each operand as its recipe says.
+
+    fprop   Y  = X  . W^T + b      [tokens, out]
+    dgrad   dX = dY . W            [tokens, in]
+    wgrad   dW = dY^T . X          [out, in]
+
+X and dY are quantized twice, along their two axes, from the high-precision tensor and never from
+codes. What is saved for backward is X as the operand of wgrad: codes, not BF16. Nothing waits for
+the device unless `check_finite` asks for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.operands import (
+    Comm,
+    LinearCall,
+    LocalComm,
+    Observer,
+    Operand,
+    observe,
+    pack,
+    quantize_operand,
+    unpack,
+    weight_operand,
+)
+from fused_ops.recipe import is_quantized
+from fused_ops.scaled_matmul import scaled_matmul
+
+__all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "linear"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, call: LinearCall) -> Tensor:
+    """x . weight^T + bias, forward and backward as `call.recipe` says.
+
+    Args:
+        x: [..., in], fp32, bf16 or fp16; this rank's part if `call.comm` gathers.
+        weight: [out, in], same dtype.
+        bias: [out] or None.
+        call: recipe, key, ranks, and where things are kept.
+
+    Returns:
+        [..., out] in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        FloatingPointError: Inf or NaN in an operand that is quantized, if `call.check_finite`.
+    """
+    check_shapes(x, weight, bias, call)
+    return _Linear.apply(x, weight, bias, call)
+
+
+def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
+    """ValueError with rule, value and remedy."""
+    layer = call.name or "a linear layer"
+    if x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{layer}: the last axis of x must be the weight's, got x {tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}; transpose one or correct the layer's input size"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"{layer}: x and weight must have one dtype, got {x.dtype} and {weight.dtype}; cast "
+            "the input, or build the layer with params_dtype of the input"
+        )
+    if not x.dtype.is_floating_point or x.dtype.itemsize not in (2, 4):
+        raise ValueError(f"{layer}: x must be fp32, bf16 or fp16, got {x.dtype}; cast it")
+    if bias is not None and tuple(bias.shape) != (weight.shape[-2],):
+        raise ValueError(
+            f"{layer}: bias must be [{weight.shape[-2]}], got {tuple(bias.shape)}; "
+            "it has one value per row of the weight"
+        )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+    ) -> Tensor:
+        full = call.comm.gather_input(x)
+        flat = full.reshape(-1, full.shape[-1])
+        qx = quantize_operand(call, "fprop.x", flat)
+        qw = weight_operand(call, "fprop.w", weight)
+        observe(call, "fprop.x", flat, qx)
+        observe(call, "fprop.w", weight, qw)
+        y = scaled_matmul(
+            qx, qw, out_dtype=x.dtype, bias=bias, decode=call.recipe.decode,
+            implementation=call.implementation,
+        )  # fmt: skip
+
+        saved: Operand = x
+        ctx.save_input = ctx.needs_input_grad[1]
+        if ctx.save_input and is_quantized(call.spec("wgrad.x")):
+            saved = wgrad_input(call, flat, qx)
+        tensors, ctx.rest = pack(saved) if ctx.save_input else ([], None)
+        ctx.save_for_backward(weight, *tensors)
+        ctx.call, ctx.weight, ctx.shape, ctx.has_bias = call, weight, full.shape, bias is not None
+        return y.view(*full.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: LinearCall = ctx.call
+        weight, *tensors = ctx.saved_tensors
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = handle = None
+        if ctx.needs_input_grad[0]:
+            dx, handle = call.comm.reduce_input_grad(dgrad(call, dy, weight).view(ctx.shape))
+        if ctx.save_input:
+            saved = unpack(tensors, ctx.rest)
+            if isinstance(saved, Tensor):
+                full = call.comm.gather_input(saved).reshape(-1, saved.shape[-1])
+                saved = wgrad_input(call, full, full)
+            main_grad = ctx.weight.main_grad if call.main_grad else None
+            dw = wgrad(call, dy, saved, main_grad, weight.dtype)
+            if call.main_grad:
+                dw = dummy_gradient(ctx.weight)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db = dy.sum(0)
+        if handle is not None:
+            handle.wait()
+        return dx, dw, db, None
+
+
+def wgrad_input(
+    call: LinearCall, x: Tensor, forward: Operand, amax: Tensor | None = None
+) -> Operand:
+    """X^T as the operand of wgrad, from x [tokens, in] or from its dequantized forward operand."""
+    if call.spec("wgrad.x").source == "forward" and not isinstance(forward, Tensor):
+        x = forward.dequantize()
+    operand = quantize_operand(call, "wgrad.x", x, columns=True, amax=amax)
+    observe(call, "wgrad.x", x, operand)
+    return operand
+
+
+def dgrad(
+    call: LinearCall, dy: Tensor, weight: Tensor, expert: int = 0, amax: Tensor | None = None
+) -> Tensor:
+    """dX = dY . W in dy's dtype, from dy [tokens, out] and weight [out, in]."""
+    qdy = quantize_operand(call, "dgrad.dy", dy, amax=amax)
+    qw = weight_operand(call, "dgrad.w", weight, expert)
+    observe(call, "dgrad.dy", dy, qdy)
+    observe(call, "dgrad.w", weight, qw)
+    return scaled_matmul(
+        qdy, qw, out_dtype=dy.dtype, decode=call.recipe.decode, implementation=call.implementation
+    )
+
+
+def wgrad(
+    call: LinearCall,
+    dy: Tensor,
+    x: Operand,
+    main_grad: Tensor | None,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """dW = dY^T . X, added to main_grad (fp32 [out, in]) if that is given, else new in `dtype`.
+
+    Args:
+        dy: [tokens, out].
+        x: X^T [in, tokens], an operand.
+    """
+    qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
+    observe(call, "wgrad.dy", dy, qdy)
+    return scaled_matmul(
+        qdy, x, out_dtype=dtype, accumulate=main_grad, decode=call.recipe.decode,
+        implementation=call.implementation,
+    )  # fmt: skip
+
+
+def dummy_gradient(weight: Tensor) -> Tensor | None:
+    """What backward returns for a weight whose gradient is in main_grad already.
+
+    megatron-core's data-parallel hook wants a gradient to arrive, and ignores its values when
+    `grad_added_to_main_grad` is set; without that attribute there is no such hook.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)

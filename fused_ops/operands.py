@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a linear layer does with one operand: check, rotate, amax, quantize, keep, observe.
+
+`LinearCall` is everything a call of `fused_ops.linear` needs besides its tensors. Operand names are
+"fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.keys import StreamKey, sign_key, signs
+from fused_ops.quantize import DelayedScaling, nonfinite_flag, operand_amax, quantize
+from fused_ops.recipe import GemmRecipe, is_quantized
+from fused_ops.weight_codes import WeightCodes
+
+Operand = QuantizedTensor | Tensor
+"""Codes, or a high-precision tensor used as it is."""
+
+
+class Comm(Protocol):
+    """What a linear layer asks of the ranks it is cut over. One process: `LocalComm`."""
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """The input of the GEMM from this rank's part of it (sequence parallel: all tokens)."""
+        ...
+
+    def reduce_input_grad(self, dx: Tensor) -> tuple[Tensor, Any]:
+        """The gradient for this rank's part of the input, and a handle to `wait()` on or None."""
+        ...
+
+    def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
+        """The maximum of `amax` over the ranks that hold parts of the operand `name`.
+
+        Called in the same order on all of them, once per quantization; a weight's once per rebuild
+        of its codes. Row-scaled operands have one amax a row, stacks of experts one an expert.
+        """
+        ...
+
+    def origin(self, name: str) -> tuple[int, int]:
+        """Global (row, column) of element [0, 0] of the local tensor behind the operand `name`.
+
+        In the tensor's own layout: x is [tokens, in], w [out, in], dy [tokens, out].
+        """
+        ...
+
+
+class LocalComm:
+    """One process: nothing to gather, nothing to reduce."""
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def reduce_input_grad(self, dx: Tensor) -> tuple[Tensor, Any]:
+        """dx itself, ready."""
+        return dx, None
+
+    def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
+        """amax itself."""
+        return amax
+
+    def origin(self, name: str) -> tuple[int, int]:
+        """The whole tensor is here."""
+        return 0, 0
+
+
+class Observer(Protocol):
+    """Sees each operand of each GEMM; must not synchronise with the device."""
+
+    def observe(self, gemm: str, operand: str, tensor: Tensor, quantized: Operand) -> None:
+        """Called when the operand is ready; that of wgrad's x is made in the forward.
+
+        Args:
+            gemm: "fprop", "dgrad" or "wgrad".
+            operand: "x", "w" or "dy".
+            tensor: the high-precision tensor in its own layout (not transposed).
+            quantized: what is multiplied: codes, or the tensor or its transpose.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class LinearCall:
+    """How one call of a linear layer computes."""
+
+    recipe: GemmRecipe
+    key: StreamKey = field(default_factory=StreamKey)
+    comm: Comm = field(default_factory=LocalComm)
+    weight_codes: WeightCodes | None = None
+    """Where the codes of the weight are kept across calls; None: built anew in each use."""
+    weights_epoch: int = 0
+    """Raised by whoever changes weights in a way that no version counter shows."""
+    main_grad: bool = False
+    """The weight gradient is added to `weight.main_grad` (fp32) instead of being returned."""
+    observer: Observer | None = None
+    nonfinite: Tensor | None = None
+    """A flag on the device, raised when a tensor that is to be quantized holds Inf or NaN."""
+    check_finite: bool = False
+    """Raise FloatingPointError at once instead; waits for the device in every operand."""
+    name: str = ""
+    """The layer, for messages."""
+    delayed: dict[str, DelayedScaling] | None = None
+    """The state of each fp8_delayed operand, by "fprop.x.EXPERT": the layer's own, filled here."""
+    implementation: str | None = None
+    """Forces one implementation of quantization and matmul; None: the first that can."""
+
+    def spec(self, name: str) -> OperandSpec:
+        """The spec of the operand called `name`."""
+        return self.recipe.spec(*name.split("."))
+
+
+def amax_of(call: LinearCall, name: str, x: Tensor, *, columns: bool = False) -> Tensor:
+    """This rank's amax of an operand: fp32, after rotation where the operand is rotated."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    spec = call.spec(name)
+    sign = signs(spec, call.key, name.split(".")[0], x.device)
+    return operand_amax(x, spec, columns=columns, signs=sign)
+
+
+def quantize_operand(
+    call: LinearCall, name: str, x: Tensor, *, columns: bool = False, amax: Tensor | None = None
+) -> Operand:
+    """x [rows, cols] as the operand `name`: codes of x, or of its transpose if `columns`.
+
+    Args:
+        amax: the reduced amax, if the caller has it already (experts reduce all of theirs at once).
+    """
+    spec = call.spec(name)
+    if not is_quantized(spec):
+        return x.t() if columns else x
+    check_finite(call, name, x)
+    if spec.format == "fp8_delayed":
+        amax = _delayed_amax(call, name, x)
+    elif amax is None and spec.needs_amax:
+        amax = call.comm.reduce_amax(name, amax_of(call, name, x, columns=columns))
+    if x.numel() == 0:
+        return x.t() if columns else x
+    row, col = call.comm.origin(name)
+    return quantize(
+        x,
+        spec,
+        columns=columns,
+        amax=amax,
+        signs=signs(spec, call.key, name.split(".")[0], x.device),
+        key=None if not spec.is_random else call.key.operand(name),
+        origin=(col, row) if columns else (row, col),
+        implementation=call.implementation,
+    )
+
+
+def _delayed_amax(call: LinearCall, name: str, x: Tensor) -> Tensor:
+    """The amax of earlier steps; this step's is noted. Its owner reduces and updates the state."""
+    if call.delayed is None:
+        raise ValueError(
+            f"{call.name or 'a linear layer'}: {name} is fp8_delayed and needs a state that "
+            "outlives the call, got delayed=None; pass the layer's own dict as LinearCall.delayed"
+        )
+    spec, slot = call.spec(name), f"{name}.{call.key.expert}"
+    if slot not in call.delayed:
+        call.delayed[slot] = DelayedScaling(str(spec.element), device=x.device)
+    if x.numel():
+        call.delayed[slot].observe(operand_amax(x, spec))
+    return call.delayed[slot].amax
+
+
+def check_finite(call: LinearCall, name: str, x: Tensor) -> None:
+    """Raises the device flag, or FloatingPointError if the call wants it at once."""
+    if call.nonfinite is None and not call.check_finite:
+        return
+    flag = nonfinite_flag(x)
+    if call.nonfinite is not None:
+        call.nonfinite.logical_or_(flag)
+    if call.check_finite and bool(flag):
+        gemm, operand = name.split(".")
+        raise FloatingPointError(
+            f"{call.name or 'a linear layer'}: operand {operand} of {gemm} holds "
+            f"{int((~torch.isfinite(x)).sum())} values of {x.numel()} that are Inf or NaN and "
+            f"cannot become {call.spec(name).format} codes; look at the layer before it, or at "
+            "the learning rate"
+        )
+
+
+def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0) -> Operand:
+    """The weight [out, in] as the operand "fprop.w", or transposed as "dgrad.w".
+
+    The codes are kept in `call.weight_codes` while the weight does not change.
+    """
+    spec = call.spec(name)
+    if not is_quantized(spec):
+        return weight if name == "fprop.w" else weight.t()
+    gemm = name.split(".")[0]
+    stochastic = () if not spec.is_random else call.key.operand(name)
+    variant = (spec, sign_key(spec, call.key, gemm), stochastic)
+    if name == "dgrad.w":
+        # Made from the forward's codes or not: the forward's spec belongs to what they are.
+        variant += (call.spec("fprop.w"),)
+    codes = call.weight_codes if call.weight_codes is not None else WeightCodes()
+    return codes.get(
+        (name, expert),
+        weight,
+        call.weights_epoch,
+        variant,
+        lambda: _build(call, name, weight, expert),
+    )
+
+
+def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
+    weight = weight.detach()
+    if name == "fprop.w":
+        return quantize_operand(call, name, weight)
+    forward, own = call.spec("fprop.w"), call.spec(name)
+    if own.source == "forward":
+        source = weight_operand(call, "fprop.w", weight, expert)
+        return quantize_operand(call, name, source.dequantize(), columns=True)
+    if own == forward and is_symmetric(own):
+        return weight_operand(call, "fprop.w", weight, expert).transposed()
+    return quantize_operand(call, name, weight, columns=True)
+
+
+def is_symmetric(spec: OperandSpec) -> bool:
+    """Whether the codes of the transpose are the transposed codes."""
+    square = spec.block is None or spec.block[0] == spec.block[1]
+    return square and not (spec.hadamard or spec.is_random or spec.row_scaled)
+
+
+def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> None:
+    """Shows an operand to the observer, if there is one."""
+    if call.observer is not None:
+        call.observer.observe(*name.split("."), tensor, operand)
+
+
+def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | None]:
+    """The tensors of an operand, for saving, and the rest of it."""
+    if isinstance(operand, Tensor):
+        return [operand], None
+    return [getattr(operand, name) for name in _tensor_fields(operand)], operand
+
+
+def unpack(tensors: Sequence[Tensor], rest: QuantizedTensor | None) -> Operand:
+    """The inverse of pack."""
+    if rest is None:
+        return tensors[0]
+    return replace(rest, **dict(zip(_tensor_fields(rest), tensors)))
+
+
+def _tensor_fields(quantized: QuantizedTensor) -> list[str]:
+    return [f.name for f in fields(quantized) if isinstance(getattr(quantized, f.name), Tensor)]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one entry to matrix products of quantized and high-precision operands."""
+
+import torch
+from torch import Tensor
+
+from fused_ops.dispatch import Choice, Implementation, Op, always
+from fused_ops.scaled_matmul import reference
+from fused_ops.scaled_matmul.reference import Operand
+
+SCALED_MATMUL = Op("scaled_matmul")
+SCALED_MATMUL.register(Implementation("reference", reference.scaled_matmul, always))
+SCALED_MATMUL.register(
+    Implementation("blackwell_model", reference.blackwell_model, reference.blackwell_model_supports)
+)
+
+
+def scaled_matmul(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None = None,
+    bias: Tensor | None = None,
+    decode: str = "exact",
+    implementation: Choice = None,
+) -> Tensor:
+    """a . b^T, with both operands' contraction along their last axis.
+
+        sum   = fp32 sum over k of (code * block scale)_a * (code * block scale)_b
+        out   = round_to(out_dtype, alpha * sum + bias)          or accumulate += alpha * sum
+
+    Two high-precision operands are multiplied plainly, in their own dtype with fp32 sums.
+
+    Args:
+        a: [M, K], codes or a tensor.
+        b: [N, K], codes or a tensor.
+        out_dtype: of a new output.
+        accumulate: fp32 [M, N], updated in place with beta 1, after alpha; then it is the result.
+        bias: [N], added in fp32 after alpha.
+        decode: "exact", or "fp8": what E4M3 cannot hold of code * block scale is rounded to it
+            (NVFP4 with full-precision block scales only).
+        implementation: name of one, or names in order of preference; a forced one never falls
+            back. None: the first that supports the call.
+
+    Returns:
+        [M, N] in out_dtype, or `accumulate`.
+
+    Raises:
+        ValueError: operands that do not fit.
+        UnsupportedError: no allowed implementation takes them.
+    """
+    _check(a, b, accumulate, bias, decode)
+    return SCALED_MATMUL(
+        a,
+        b,
+        out_dtype=out_dtype,
+        accumulate=accumulate,
+        bias=bias,
+        decode=decode,
+        implementation=implementation,
+    )
+
+
+def _check(
+    a: Operand, b: Operand, accumulate: Tensor | None, bias: Tensor | None, decode: str
+) -> None:
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            "operands must be [M, K] and [N, K] with one K, got "
+            f"{tuple(a.shape)} and {tuple(b.shape)}; transpose or pad one of them"
+        )
+    if accumulate is not None:
+        shape = (a.shape[0], b.shape[0])
+        if accumulate.dtype != torch.float32 or tuple(accumulate.shape) != shape:
+            raise ValueError(
+                f"accumulate must be fp32 {shape}, got {accumulate.dtype} "
+                f"{tuple(accumulate.shape)}; gradients are summed in fp32"
+            )
+        if bias is not None:
+            raise ValueError("accumulate and bias exclude each other; add the bias separately")
+    if decode not in ("exact", "fp8"):
+        raise ValueError(f"decode must be 'exact' or 'fp8', got {decode!r}")

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Definition of the quantized matrix product, in PyTorch, on any device.
+
+Why the sum may be taken over decoded values: a product of an E2M1 code and an E4M3 block scale has
+at most 6 significant bits and is exact in BF16, so a product of two of them is exact in fp32, and
+only the sum rounds. The tensor scale A / 2688 is never folded into an operand, where it would round
+each value; it is part of alpha, after the sum.
+
+    alpha = ((1 * A_a) * A_b) * RN(1 / (num_a * num_b))          NVFP4, each operation one rounding
+
+with each operand's own numerator (2688, or 1536 for four-over-six and MS-EDEN).
+"""
+
+import torch
+from torch import Tensor
+
+from fused_ops.formats import OperandSpec, QuantizedTensor
+
+Operand = QuantizedTensor | Tensor
+
+BLOCK_SCALES_ONLY = ("mxfp8", "mxfp4", "fp8_blockwise")
+"""Formats without a tensor scale: nothing of theirs is left for the epilogue."""
+
+
+def scaled_matmul(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None = None,
+    bias: Tensor | None = None,
+    decode: str = "exact",
+) -> Tensor:
+    """See `fused_ops.scaled_matmul.api.scaled_matmul`; sums in fp32 in the matmul's own order."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _plain(a, b, out_dtype, accumulate, bias)
+    total = values(a, decode) @ values(b, decode).t()
+    return _epilogue(total, a, b, out_dtype, accumulate, bias)
+
+
+def _plain(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    if accumulate is None and a.is_cuda and a.dtype == out_dtype:
+        return torch.nn.functional.linear(a, b, bias)
+    # BF16 products are exact in fp32, and a CPU multiplies fp32 10 to 40 times faster than BF16.
+    total = a.float() @ b.float().t()
+    if accumulate is not None:
+        return accumulate.add_(total)
+    return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+def values(operand: Operand, decode: str = "exact") -> Tensor:
+    """What is multiplied, in fp32: code * block scale, or a tensor's own values."""
+    if isinstance(operand, Tensor):
+        return operand.float()
+    if decode == "fp8" and operand.spec.format == "nvfp4":
+        return operand.fp8_operand()[0].float().mul_(2.0 ** fp8_shift(operand.spec))
+    return operand.unscaled(torch.float32)
+
+
+def fp8_shift(spec: OperandSpec) -> int:
+    """The s of an NVFP4 tensor's FP8 operand, which is code * block scale * 2^-s in E4M3.
+
+    The largest product is 6 * 448 with numerator 2688, and 6 * 256 with 1536 or power-of-two
+    scales, so that it depends on the spec alone and never on data.
+    """
+    return 2 if spec.is_pow2 or spec.numerator == 1536.0 else 3
+
+
+def alpha(a: Operand, b: Operand) -> Tensor | None:
+    """The factor of the epilogue: fp32 scalar, or [M, 1], [1, N], [M, N] with row-scaled operands.
+
+    None if neither operand has a tensor scale.
+    """
+    result: Tensor | None = None
+    numerators = 1.0
+    for operand, shape in ((a, (-1, 1)), (b, (1, -1))):
+        if isinstance(operand, Tensor) or operand.spec.format in BLOCK_SCALES_ONLY:
+            continue
+        nvfp4 = operand.spec.format == "nvfp4"
+        scale = operand.amax if nvfp4 else operand.tensor_scale
+        scale = scale.view(shape) if operand.spec.row_scaled else scale
+        result = scale if result is None else result * scale
+        numerators *= operand.spec.numerator
+    # numerators is exact; its reciprocal is rounded once, to fp32 (in C doubles it would not be).
+    return None if result is None else result * float(torch.tensor(1.0) / numerators)
+
+
+def _epilogue(
+    total: Tensor,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    factor = alpha(a, b)
+    if factor is not None:
+        total = total * factor
+    if accumulate is not None:
+        return accumulate.add_(total)
+    return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+GROUP = 64
+"""Products that the native GEMM sums exactly before it rounds."""
+
+
+def blackwell_model(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None = None,
+    bias: Tensor | None = None,
+    decode: str = "exact",
+) -> Tensor:
+    """The sum as GB200's NVFP4 GEMM forms it (Graphcore, arXiv 2609.02846, section 6).
+
+    K is cut into groups of 64 products in their order; the exact sum of a group is rounded to fp32
+    (nearest even); group sums are added one after the other, each addition rounded toward zero.
+    Equal to the hardware after conversion to BF16 in all published probes; fp32 outputs of tensors
+    whose block scales span many binades are known to differ by units in the last place.
+    """
+    va, vb = values(a).double(), values(b).double()
+    total = torch.zeros(va.shape[0], vb.shape[0], dtype=torch.float32, device=va.device)
+    for start in range(0, va.shape[1], GROUP):
+        # Products are multiples of 2^-20 below 2^23: 64 of them are summed exactly in fp64.
+        group = va[:, start : start + GROUP] @ vb[:, start : start + GROUP].t()
+        total = add_toward_zero(total, group.float())
+    return _epilogue(total, a, b, out_dtype, accumulate, bias)
+
+
+def blackwell_model_supports(
+    a: Operand, b: Operand, *, decode: str = "exact", **_unused: object
+) -> str | None:
+    """None, or why not."""
+    for operand in (a, b):
+        if isinstance(operand, Tensor) or operand.spec.format != "nvfp4" or decode != "exact":
+            kind = operand.dtype if isinstance(operand, Tensor) else operand.spec.label
+            return f"it describes NVFP4 x NVFP4 with decode exact; got {kind}, decode {decode}"
+    return None
+
+
+def add_toward_zero(x: Tensor, y: Tensor) -> Tensor:
+    """x + y in fp32, rounded toward zero (finite x, y without overflow)."""
+    total = x + y
+    # TwoSum (Knuth): total + error is the exact sum.
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    too_far = (error != 0) & (torch.signbit(error) != torch.signbit(total))
+    return torch.where(too_far, torch.nextafter(total, torch.zeros_like(total)), total)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized forms of one weight, kept while the weight does not change.
+
+They are built at their first use, so at the first micro-batch after an optimizer step, when an
+overlapped parameter gather has finished. They are no part of any state dict.
+
+What counts as the same weight: the version counter (in-place edits, optimizers,
+`load_state_dict`), the storage and address in it (casts, moves), dtype, device, and the weights
+epoch of the caller. The epoch is for writes that no counter shows: through `weight.data`, or into
+the flat buffer behind a parameter, as a distributed optimizer's all-gather does.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from fused_ops.formats import QuantizedTensor
+
+
+@dataclass
+class _Entry:
+    identity: tuple[Hashable, ...]
+    # A live weak reference keeps the storage's address from being used again.
+    storage: StorageWeakRef
+    codes: "QuantizedTensor"
+
+
+class WeightCodes:
+    """The codes of one weight, or of a stack of experts' weights, by operand name."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, _Entry] = {}
+
+    def get(
+        self,
+        name: Hashable,
+        weight: Tensor,
+        weights_epoch: int,
+        variant: tuple[Hashable, ...],
+        build: Callable[[], "QuantizedTensor"],
+    ) -> "QuantizedTensor":
+        """The codes called `name` of `weight`, built if there are none or the weight has changed.
+
+        Args:
+            variant: whatever else the codes depend on: spec, signs, dither.
+            build: makes them.
+        """
+        storage = StorageWeakRef(weight.untyped_storage())
+        identity = (
+            weight._version, weight.data_ptr(), weight.dtype, weight.device, tuple(weight.shape),
+            weight.stride(), storage.cdata, weights_epoch, variant,
+        )  # fmt: skip
+        entry = self._entries.get(name)
+        if entry is None or entry.identity != identity:
+            entry = _Entry(identity, storage, build())
+            self._entries[name] = entry
+        return entry.codes
+
+    def drop(self) -> None:
+        """Forgets everything: for loads, casts, moves and manual changes of the weight."""
+        self._entries.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return sum(entry.codes.nbytes for entry in self._entries.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCodes":
+        """A copied module has a weight of its own: it starts without codes."""
+        return WeightCodes()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return WeightCodes, ()
