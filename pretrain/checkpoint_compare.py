@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May this run continue that checkpoint? Which settings may differ, and the overrides.
+
+Three kinds of settings. FIXED ones make it another run: shapes, seed, order of the data. BOUND ones
+change the training on purpose: they must be named in `checkpoint.override`. All others are free
+(length, evaluation, logging, layout) and are only listed.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fused_ops.errors import ConfigError
+from pretrain.config_file import apply_overrides, decode, encode
+
+FIXED = ("model.*", "data.*", "run.seed", "optimizer.name", "train.dtype")
+BOUND = ("optimizer.*", "precision.*", "train.global_batch_size")
+# Of the sections above, what changes neither the weights' shapes nor what is trained on. Where the
+# data lies is free because its content has a fingerprint of its own.
+FREE = ("data.train*", "data.valid*", "data.*workers*", "data.prefetch*", "data.cache*")
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"section.key": value} of a nested mapping; lists and empty mappings are values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def _matches(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def kind_of(key: str) -> str:
+    """ "fixed", "bound" or "free": what a resume makes of a change of this setting."""
+    if _matches(key, FREE):
+        return "free"
+    if _matches(key, FIXED):
+        return "fixed"
+    return "bound" if _matches(key, BOUND) else "free"
+
+
+def _overridden(key: str, override: Mapping[str, Any]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in override)
+
+
+def compare(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    override: Mapping[str, Any],
+    fingerprints: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
+) -> list[str]:
+    """Notes on what changed between a checkpoint's config and this start's (overrides applied).
+
+    `fingerprints`: of the checkpoint's and of this start's data and the like; where both have a
+    name they must agree. Raises ConfigError listing every change that is not allowed.
+    """
+    old, new = flatten(saved), flatten(now)
+    problems, notes = [], []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if before == after or key.startswith("checkpoint."):
+            continue
+        change = f"{key}: {before!r} in the checkpoint, {after!r} now"
+        kind = kind_of(key)
+        if kind == "fixed":
+            problems.append(f"{change}; this makes it another run: set it back, or start a new one")
+        elif kind == "bound" and _overridden(key, override):
+            notes.append(f"override {key}: {before!r} -> {after!r}")
+        elif kind == "bound":
+            problems.append(
+                f"{change}; if that is meant, add {key}: {after!r} to checkpoint.override"
+            )
+        else:
+            notes.append(f"changed {key}: {before!r} -> {after!r}")
+    was, is_now = fingerprints
+    for name in sorted(was.keys() & is_now.keys()):
+        if was[name] != is_now[name]:
+            problems.append(
+                f"the {name} is not the checkpoint's (fingerprint {was[name]} there, {is_now[name]}"
+                f" now): give back the same {name}, or start a new run"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return notes
+
+
+def override_config[T](config: T, override: Mapping[str, Any]) -> T:
+    """`config` (nested pydantic dataclasses) with the dotted keys of `override` put in.
+
+    Raises ConfigError for keys that do not exist, may not change in a run, or have a bad value.
+    """
+    flat = flatten(override)
+    wrong = [key for key in flat if kind_of(key) == "fixed"]
+    if wrong:
+        raise ConfigError(
+            f"checkpoint.override cannot change {key}: it would make it another run; remove it"
+            for key in wrong
+        )
+    if not flat:
+        return config
+    data = encode(config)
+    apply_overrides(data, list(flat.items()))
+    return decode(type(config), data)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of checkpoints, and what finding and resuming one gives back."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic import Field as Limit
+from pydantic.dataclasses import dataclass as config_dataclass
+
+from pretrain.checkpoint_io import CheckpointError
+from pretrain.checkpoint_layout import candidates, check_contents, step_of
+
+
+@config_dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid"))
+class CheckpointConfig:
+    """When checkpoints are written, which are kept, and what a start does with those it finds."""
+
+    interval: int = Limit(default=500, ge=0)
+    """Steps between checkpoints; 0 writes only at the end of the run."""
+    keep_last: int = Limit(default=3, ge=0)
+    """How many of the newest to keep; 0 keeps all."""
+    keep_every: int = Limit(default=0, ge=0)
+    """Checkpoints at multiples of this step are kept for good; 0: none."""
+    async_save: bool = False
+    """Write in a forked process while training goes on; at most one at a time."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: continue from the newest whole checkpoint, start afresh if there is none.
+    must: refuse to start without one. never: refuse to start where checkpoints exist."""
+    load: str | None = None
+    """A checkpoint to start from (a step folder or a checkpoints folder) when this run has none."""
+    load_parts: Literal["all", "model"] = "all"
+    """What `load` takes: everything (step and optimizer too), or only the weights."""
+    override: dict[str, Any] = Limit(default_factory=dict)
+    """Settings, `section.key: value`, that replace those of the config when a run continues:
+    `optimizer.*`, `precision.*`, `train.*`, in force from the first step."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint: where it is, its step, and what was passed over to reach it."""
+
+    path: Path
+    step: int
+    parts: Literal["all", "model"] = "all"
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a resume restored."""
+
+    step: int
+    path: Path
+    extra: dict[str, Any]
+    config: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def find_latest(path: str | Path) -> Found | None:
+    """The newest whole checkpoint that `path` means: a step, a checkpoints or a run folder.
+
+    Checksums included. None when there is none; CheckpointError, naming each and why, when there
+    are some but none can be read. Needs no process group.
+    """
+    skipped: list[str] = []
+    for folder in candidates(Path(path)):
+        reason = check_contents(folder)
+        if reason is None:
+            return Found(folder, step_of(folder) or 0, skipped=tuple(skipped))
+        skipped.append(reason)
+    if skipped:
+        raise CheckpointError("\n".join([f"no checkpoint of {path} can be read:", *skipped]))
+    return None

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds of a training process, by way of megatron-core's dist_checkpointing.
+
+Saved in the layout-free form: a checkpoint written under one tensor, pipeline, expert or data
+parallel size loads under another, optimizer included.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+from pretrain.checkpoint_io import CheckpointError, dump_json, load_json, write_durably
+from pretrain.checkpoint_layout import rng_name
+from pretrain.checkpoint_safe import refuse_code
+
+# Of an optimizer's parameter group: state that training changes. All else comes from the config.
+_GROUP_STATE = ("step", "lr", "params")
+# Of a parameter group: what stays the same when learning rate or weight decay are overridden.
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model within DistributedDataParallel and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _names(chunks: Sequence[Any]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+
+
+def sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """megatron-core's sharded state dict of the model chunks and, unless None, the optimizer."""
+    metadata = {
+        "dp_cp_group": _data_parallel_group(chunks[0]),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {}
+    for name, chunk in zip(_names(chunks), chunks):
+        state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=metadata
+        )
+    return state
+
+
+def _data_parallel_group(chunk: Any) -> Any:
+    """The group that holds replicas of the same weights: DistributedDataParallel knows it."""
+    group = getattr(chunk, "dp_cp_group", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def local_bytes(state: dict[str, Any]) -> int:
+    """Bytes of tensors that this rank will write."""
+    total = 0
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            tensor = value.data
+            if tensor is not None and is_main_replica(value.replica_id):
+                total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
+    """Load model chunks and, unless None, the optimizer. Runs no code of the checkpoint.
+
+    Hyperparameters of the optimizer (everything in its parameter groups but the step) stay as this
+    run's config made them. CheckpointError when the checkpoint does not fit this model.
+    """
+    hyper = _hyperparameters(optimizer)
+    state = sharded_state(chunks, optimizer, loading=True)
+    try:
+        with refuse_code():
+            loaded = dist_checkpointing.load(state, str(folder))
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{folder} does not fit this model and optimizer: {reason[:500]}"
+        ) from error
+    for name, chunk in zip(_names(chunks), chunks):
+        unwrap(chunk).load_state_dict(loaded[name])
+    if optimizer is None:
+        return
+    _adopt_groups(loaded["optimizer"], hyper)
+    optimizer.load_state_dict(loaded["optimizer"])
+    for group, (_, kept) in zip(_groups(optimizer), hyper):
+        group.update(kept)
+
+
+def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(part, "is_stub_optimizer", False):
+            yield from part.optimizer.param_groups
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_IDENTITY)
+
+
+def _hyperparameters(optimizer: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(what identifies it, everything the config decides) of each parameter group, in order."""
+    if optimizer is None:
+        return []
+    return [
+        (_identity(group), {k: v for k, v in group.items() if k not in _GROUP_STATE})
+        for group in _groups(optimizer)
+    ]
+
+
+def _adopt_groups(loaded: Any, hyper: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    """Give loaded parameter groups this run's hyperparameters.
+
+    megatron-core pairs groups by learning rates and weight decay too: after an override it would
+    find none.
+    """
+    if isinstance(loaded, dict):
+        for key, value in loaded.items():
+            if key != "param_groups":
+                _adopt_groups(value, hyper)
+                continue
+            rest = list(hyper)
+            for group in value:
+                fits = [entry for entry in rest if entry[0] == _identity(group)]
+                if fits:
+                    rest.remove(fits[0])
+                    group.update(fits[0][1])
+    elif isinstance(loaded, list | tuple):
+        for value in loaded:
+            _adopt_groups(value, hyper)
+
+
+def rng_state() -> dict[str, Any]:
+    """Every generator of this rank: Python's, numpy's, torch's, CUDA's, megatron-core's."""
+    version, words, gauss = random.getstate()
+    name, keys, *numbers = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys, *numbers],
+        "torch": torch.get_rng_state(),
+        "tracker": {
+            key: value.get_state() if isinstance(value, torch.Generator) else value
+            for key, value in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """The inverse of `rng_state`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *numbers = state["numpy"]
+    np.random.set_state((name, keys.numpy(), *numbers))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    present = tracker.get_states()
+    for key, value in state["tracker"].items():
+        if isinstance(present.get(key), torch.Generator):
+            present[key].set_state(value)
+        else:
+            present[key] = value
+    tracker.set_states(present)
+
+
+def write_rng(folder: Path, rank: int) -> str:
+    """Write this rank's generators; returns the file's name."""
+    write_durably(folder / rng_name(rank), dump_json(rng_state()))
+    return rng_name(rank)
+
+
+def read_rng(folder: Path, rank: int) -> dict[str, Any]:
+    """What `write_rng` wrote for a rank."""
+    return load_json(folder / rng_name(rank))
+
+
+def layout_of(resolved_config: dict[str, Any], world_size: int) -> str:
+    """A text that two runs share when their ranks hold the same parts of the model and data."""
+    parallel = resolved_config.get("parallel") or {}
+    sizes = {k: v for k, v in sorted(parallel.items()) if k.endswith("_size")}
+    return json.dumps({"world_size": world_size, **sizes})
