@@ -8,25 +8,24 @@ overrides, frozen, and saved.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from models.config import ModelConfig, ParallelConfig
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
+from models.config import ModelConfig, ParallelConfig, model_problems
 from models.precision_config import PrecisionConfig
-from models.presets import get_preset, merge_preset
 from pretrain.checkpoint import CheckpointConfig
-from pretrain.config_file import apply_overrides, decode, encode, parse_overrides, read_yaml
+from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.config import DataConfig
 from pretrain.metrics import LogConfig, log_config_problems
-from pretrain.optimizer import OptimizerConfig
+from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 
 CONFIG_FILE = "config.yaml"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -101,30 +100,31 @@ class PretrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """The run in a YAML file, with `key=value` overrides. ConfigError holds every problem."""
+def load_config(
+    path: Path | str, overrides: Sequence[str] = (), *, for_training: bool = False
+) -> PretrainConfig:
+    """The run in a YAML file, with `key=value` overrides. ConfigError holds every problem.
+
+    `for_training`: also check what only this start can answer: the number of processes, the
+    device, the packages, and that the data is there.
+    """
     data = read_yaml(path)
     apply_overrides(data, parse_overrides(overrides))
-    return make_config(data)
+    return make_config(data, for_training=for_training)
 
 
-def make_config(data: dict[str, Any]) -> PretrainConfig:
+def make_config(data: Mapping[str, Any], *, for_training: bool = False) -> PretrainConfig:
     """The run in plain nested values, checked. ConfigError holds every problem."""
-    problems: list[str] = []
-    data = dict(data)
-    model = data.get("model")
-    if isinstance(model, dict) and isinstance(model.get("preset"), str):
-        try:
-            data["model"] = merge_preset(get_preset(model["preset"]), model)
-        except ConfigError as error:
-            problems.extend(error.problems)
-    try:
-        config = decode(PretrainConfig, data)
-        problems.extend(cross_section_problems(config, world_size()))
-    except ConfigError as error:
-        problems.extend(error.problems)
+    config, problems, wrong = decode_all(PretrainConfig, data)
+    if config is not None:
+        found = section_problems(config)
+        if for_training:
+            found += start_problems(config, world_size())
+        # Where a setting could not be read its default stood in: say nothing about that.
+        problems += [text for text in found if not any(name in text for name in wrong)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(dict.fromkeys(problems))
+    assert config is not None, "a config without problems was decoded"
     return config
 
 
@@ -141,86 +141,9 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def data_parallel_size(config: PretrainConfig, world: int) -> int:
-    """Ranks that read different samples. `validate` has made sure that it is whole."""
-    parallel = config.parallel
-    return world // (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
-
-
-def cross_section_problems(config: PretrainConfig, world: int) -> list[str]:
-    """What no section can see alone, for a run of `world` processes."""
-    return [
-        *_batch_problems(config, world),
-        *_expert_problems(config, world),
-        *config.optimizer.problems(config.train.steps),
-        *_run_problems(config),
-        *log_config_problems(config.log),
-    ]
-
-
-def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
-    parallel, train = config.parallel, config.train
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp = parallel.context_parallel_size
-    if world % (tp * pp * cp):
-        return [
-            "the number of processes must be a multiple of tensor_model_parallel_size * "
-            f"pipeline_model_parallel_size * context_parallel_size = {tp} * {pp} * {cp} = "
-            f"{tp * pp * cp}; got {world}; start another number with torchrun, or change parallel"
-        ]
-    ranks, found = world // (tp * pp * cp), []
-    if train.global_batch_size % (train.micro_batch_size * ranks):
-        found.append(
-            "train.global_batch_size must be a multiple of micro_batch_size * data-parallel ranks "
-            f"= {train.micro_batch_size} * {ranks}; got {train.global_batch_size}; the next one is "
-            f"{_next_multiple(train.global_batch_size, train.micro_batch_size * ranks)}"
-        )
-    virtual = parallel.virtual_pipeline_model_parallel_size
-    micro_batches = train.global_batch_size // (train.micro_batch_size * ranks)
-    if virtual and virtual > 1 and micro_batches % pp:
-        found.append(
-            "with virtual_pipeline_model_parallel_size the micro-batches of a step must be a "
-            f"multiple of pipeline_model_parallel_size={pp}; got {micro_batches}; change "
-            "train.global_batch_size"
-        )
-    if parallel.sequence_parallel and tp == 1:
-        found.append(
-            "parallel.sequence_parallel needs tensor_model_parallel_size > 1; got 1; set it to "
-            "false"
-        )
-    cut = (2 * cp if cp > 1 else 1) * (tp if parallel.sequence_parallel else 1)
-    if config.model.seq_length % cut:
-        found.append(
-            f"model.seq_length must be a multiple of {cut} in this layout; got "
-            f"{config.model.seq_length}; the next one is "
-            f"{_next_multiple(config.model.seq_length, cut)}"
-        )
-    return found
-
-
-def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
-    parallel = config.parallel
-    expert = parallel.expert_model_parallel_size * (
-        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    )
-    stages = parallel.pipeline_model_parallel_size
-    if world % (expert * stages):
-        return [
-            "the number of processes must be a multiple of expert_model_parallel_size * "
-            f"expert_tensor_parallel_size * pipeline_model_parallel_size = {expert * stages}; got "
-            f"{world}; start another number with torchrun, or change parallel"
-        ]
-    return []
-
-
-def _run_problems(config: PretrainConfig) -> list[str]:
+def section_problems(config: PretrainConfig) -> list[str]:
+    """What no section can see alone; the same on every machine."""
     found, train = [], config.train
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
     if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
         found.append(
             f"run.name must be a plain folder name; got {config.run.name!r}; a path goes to run.dir"
@@ -236,8 +159,93 @@ def _run_problems(config: PretrainConfig) -> list[str]:
             "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
             "set train.dtype=bf16, or optimizer.name=adamw"
         )
+    return [
+        *found,
+        *config.optimizer.problems(train.steps),
+        *model_problems(config.model, config.parallel),
+    ]
+
+
+def start_problems(config: PretrainConfig, world: int) -> list[str]:
+    """What this start of the run lacks, with `world` processes."""
+    return [
+        *_batch_problems(config, world),
+        *_expert_problems(config, world),
+        *_machine_problems(config),
+        *log_config_problems(config.log),
+    ]
+
+
+def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
+    parallel, train = config.parallel, config.train
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    if world % (tp * pp * cp):
+        return [
+            "the number of processes must be a multiple of tensor_model_parallel_size * "
+            f"pipeline_model_parallel_size * context_parallel_size = {tp} * {pp} * {cp} = "
+            f"{tp * pp * cp}; got {world}; start another number with torchrun, or change parallel"
+        ]
+    unit, found = train.micro_batch_size * (world // (tp * pp * cp)), []
+    if train.global_batch_size % unit:
+        found.append(
+            "train.global_batch_size must be a multiple of micro_batch_size * data-parallel ranks "
+            f"= {train.micro_batch_size} * {unit // train.micro_batch_size}; got "
+            f"{train.global_batch_size}; the next one is "
+            f"{math.ceil(train.global_batch_size / unit) * unit}"
+        )
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    micro_batches = train.global_batch_size // unit
+    if virtual and virtual > 1 and micro_batches % pp:
+        found.append(
+            "with virtual_pipeline_model_parallel_size the micro-batches of a step must be a "
+            f"multiple of pipeline_model_parallel_size={pp}; got {micro_batches}; change "
+            "train.global_batch_size"
+        )
     return found
 
 
-def _next_multiple(value: int, of: int) -> int:
-    return math.ceil(value / of) * of
+def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
+    parallel = config.parallel
+    unit = (
+        parallel.expert_model_parallel_size
+        * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
+        * parallel.pipeline_model_parallel_size
+    )
+    if world % unit == 0:
+        return []
+    return [
+        "the number of processes must be a multiple of expert_model_parallel_size * "
+        f"expert_tensor_parallel_size * pipeline_model_parallel_size = {unit}; got {world}; start "
+        "another number with torchrun, or change parallel"
+    ]
+
+
+def _machine_problems(config: PretrainConfig) -> list[str]:
+    found = []
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
+    if config.optimizer.name == "muon" and not has_muon():
+        found.append(MUON_MISSING)
+    for name, folder in _data_folders(config.data):
+        if not Path(folder).is_dir():
+            state = "is a file" if Path(folder).exists() else "does not exist"
+            found.append(
+                f"{name} must be a folder of token shards; {folder} {state}; make it with "
+                "python -m tools.preprocess, or correct the path"
+            )
+    return found
+
+
+def _data_folders(data: DataConfig) -> list[tuple[str, str]]:
+    train, valid = data.train, data.valid
+    found = (
+        [("data.train", train)]
+        if isinstance(train, str)
+        else [(f"data.train.{i}.path", source.path) for i, source in enumerate(train)]
+    )
+    if isinstance(valid, str):
+        found.append(("data.valid", valid))
+    elif valid:
+        found.extend((f"data.valid.{name}", path) for name, path in valid.items())
+    return found

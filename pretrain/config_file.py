@@ -63,6 +63,9 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
     )
+_UNION_MEMBER = re.compile(
+    r"^(str|int|float|bool|none|[A-Z]\w+|function-\w+\[.*|(dict|list|tuple|set|literal)\[.*)$"
+)
 _SPECIAL = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": -float("inf")}
 
 
@@ -79,9 +82,20 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text. ConfigError, naming `where` and the line, when it is not YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        loader.name = where
+        return loader.get_single_data()
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where} must be YAML; {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} must be YAML; {_plain(error)}") from None
+
+
+def _plain(error: yaml.YAMLError) -> str:
+    """PyYAML's message on one line, without its drawing of the place."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    mark = error.problem_mark or error.context_mark
+    place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+    return " ".join(filter(None, [error.context, error.problem])) + place
 
 
 def read_yaml(path: Path | str) -> dict[str, Any]:
@@ -163,16 +177,55 @@ def _set(place: Any, steps: list[str], value: Any) -> None:
 
 def decode[T](kind: type[T], data: Mapping[str, Any]) -> T:
     """An instance of the pydantic dataclass `kind`. Raises ConfigError with every problem."""
-    problems = _unprintable(data, "")
+    value, problems, _ = decode_all(kind, data)
     if problems:
         raise ConfigError(problems)
+    assert value is not None, "what has no problems was decoded"
+    return value
+
+
+def decode_all[T](kind: type[T], data: Mapping[str, Any]) -> tuple[T | None, list[str], list[str]]:
+    """(instance, problems, names of the settings that have them).
+
+    With problems the instance has defaults in their place, so that the rest can be checked too;
+    None where that is not enough.
+    """
+    problems = _unprintable(data, "")
+    if problems:
+        return None, problems, []
+    adapter, text = pydantic.TypeAdapter(kind), json.dumps(data)
     try:
-        return pydantic.TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
+        return adapter.validate_json(text, strict=True), [], []
     except pydantic.ValidationError as error:
         errors = error.errors(include_url=False)
+    rest = json.loads(text)
     for detail in errors:
         problems.extend(_explain(kind, detail))
-    raise ConfigError(dict.fromkeys(problems)) from None
+        _remove(rest, detail["loc"])
+    wrong = [str(_path(detail["loc"])[-1]) for detail in errors if detail["loc"]]
+    try:
+        return adapter.validate_json(json.dumps(rest), strict=True), problems, wrong
+    except pydantic.ValidationError:
+        return None, problems, wrong
+
+
+def _path(loc: tuple[int | str, ...]) -> list[int | str]:
+    """Where an error lies, without pydantic's names of the members of a union."""
+    return [step for step in loc if isinstance(step, int) or not _UNION_MEMBER.match(step)]
+
+
+def _remove(data: Any, loc: tuple[int | str, ...]) -> None:
+    """Takes the setting at `loc` out; a list that holds it, or lacks it, is taken out whole."""
+    place, steps = data, _path(loc)
+    owner, key = data, steps[0] if steps else ""
+    for number, step in enumerate(steps):
+        known = step in place if isinstance(place, dict) else isinstance(place, list)
+        if not known and number < len(steps) - 1:
+            return  # taken out already, with another problem
+        if not known or isinstance(place, list):
+            break
+        owner, key, place = place, step, place[step]
+    owner.pop(key, None)
 
 
 def encode(config: Any) -> dict[str, Any]:
@@ -197,7 +250,7 @@ def _unprintable(value: Any, where: str) -> list[str]:
 
 def _explain(kind: Any, detail: ErrorDetails) -> list[str]:
     """One of pydantic's errors in the house's form: key, rule, value, remedy."""
-    steps = [str(s) for s in detail["loc"]]
+    steps = [str(s) for s in _path(detail["loc"])]
     name, rule = ".".join(steps), detail["msg"]
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         valid = _field_names(kind, steps[:-1])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers with FP32 master weights, their weight-decay groups, schedules and loss scaling."""
 
-import importlib.metadata
+import importlib.util
 import math
 from dataclasses import field
 from typing import Any, Literal
@@ -19,6 +19,10 @@ from pydantic.dataclasses import dataclass
 from fused_ops.errors import ConfigError
 from pretrain import adamw
 
+MUON_MISSING = (
+    "optimizer.name=muon needs the package emerging-optimizers, which is not installed; "
+    "pip install emerging-optimizers, or set optimizer.name=adamw"
+)
 _DECAY_STYLES = {"wsd": "WSD", "cosine": "cosine", "constant": "constant"}
 # Of a Mamba layer: initial states of the dynamics, not matrices that multiply activations.
 _NEVER_DECAYED = ("A_log", "D", "dt_bias")
@@ -161,8 +165,8 @@ def build_optimizer(
     pg_collection: ProcessGroupCollection,
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over chunks that are wrapped in its DistributedDataParallel."""
-    if config.name == "muon":
-        _require_muon(setting)
+    if config.name == "muon" and not has_muon():
+        raise ConfigError(MUON_MISSING)
     adamw.install()
     fp16 = setting.params_dtype == torch.float16
     distributed = setting.use_distributed_optimizer and config.name == "adamw"
@@ -201,19 +205,9 @@ def build_optimizer(
     )
 
 
-def _require_muon(setting: OptimizerSetting) -> None:
-    try:
-        importlib.metadata.version("emerging-optimizers")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            "optimizer.name=muon needs the package emerging-optimizers, which is not installed; "
-            "pip install emerging-optimizers, or set optimizer.name=adamw"
-        ) from None
-    if setting.params_dtype == torch.float16:
-        raise ConfigError(
-            "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
-            "set train.dtype=bf16, or optimizer.name=adamw"
-        )
+def has_muon() -> bool:
+    """Whether the package that megatron-core takes muon from is installed."""
+    return importlib.util.find_spec("emerging_optimizers") is not None
 
 
 def build_scheduler(config: OptimizerConfig, steps: int, optimizer: Any) -> OptimizerParamScheduler:

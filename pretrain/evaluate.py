@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation loss: always over the same batches, and without a trace in the training run."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from pretrain.train_step import Engine, MicroBatch, run_schedule
+
+
+def evaluate(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> float:
+    """Mean loss over the counted tokens of some global batches; the same on every rank.
+
+    `batches`: of each global batch, this rank's micro-batches.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
+    with evaluation_mode(engine):
+        for micro_batches in batches:
+            total += run_schedule(engine, micro_batches, forward_only=True)
+    dist.all_reduce(total)
+    loss_sum, tokens = total.tolist()
+    return loss_sum / max(tokens, 1.0)
+
+
+def evaluate_sets(
+    engine: Engine, sets: Mapping[str, Iterable[Sequence[MicroBatch]]]
+) -> dict[str, float]:
+    """Row entries of named validation sets: `val_loss/NAME`; a single unnamed one: `val_loss`."""
+    return {
+        "val_loss" if not name else f"val_loss/{name}": evaluate(engine, batches)
+        for name, batches in sets.items()
+    }
+
+
+@contextlib.contextmanager
+def evaluation_mode(engine: Engine) -> Iterator[None]:
+    """No dropout, no gradients, no router statistics; the generators end where they began."""
+    with gathered_parameters(engine), _generators_untouched(), torch.no_grad():
+        flag = engine.precision_state.nonfinite.clone()
+        for chunk in engine.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in engine.chunks:
+                chunk.train()
+            engine.precision_state.nonfinite.copy_(flag)
+
+
+@contextlib.contextmanager
+def gathered_parameters(engine: Engine) -> Iterator[None]:
+    """Whole parameters on every rank, also where their gather overlaps with the next forward."""
+    overlapped = [c for c in engine.chunks if c.ddp_config.overlap_param_gather]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
+
+
+@contextlib.contextmanager
+def _generators_untouched() -> Iterator[None]:
+    tracker = get_cuda_rng_tracker()
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        torch.cuda.set_rng_state(states[1])
+        tracker.set_states(states[2])
