@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantize() and the amax it may be given: signatures, checks, choice of implementation."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from fused_ops.dispatch import Choice, Implementation, Op, always
+from fused_ops.errors import ConfigError
+from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.quantize import reference
+from fused_ops.quantize.philox import Key
+
+QUANTIZE = Op("quantize")
+QUANTIZE.register(Implementation("reference", reference.quantize, always))
+
+
+def operand_amax(
+    x: Tensor,
+    spec: OperandSpec,
+    *,
+    columns: bool = False,
+    signs: Tensor | None = None,
+    group_offsets: Tensor | None = None,
+) -> Tensor:
+    """Amax that quantize() would take by itself, so that a caller can reduce it over ranks first.
+
+    Taken after the rotation and its rounding to bf16 where the spec has one. Zero padding never
+    changes it; rows that are padding by meaning, such as those of experts, are the caller's to cut.
+
+    Args:
+        x: [rows, cols] fp32, bf16 or fp16.
+        columns, signs: as in `quantize`.
+        group_offsets: integers [groups + 1], ascending from 0: one amax for each group of rows
+            x[offset[i] : offset[i + 1]], 0 for an empty one.
+    Returns:
+        fp32: scalar; [result rows] if spec.row_scaled; [groups] with group_offsets. NaN stays NaN.
+    """
+    _check(x, spec)
+    if group_offsets is None:
+        return reference.operand_amax(x, spec, columns, signs)
+    if spec.row_scaled:
+        raise ConfigError("row_scaled operands have an amax a row already: omit group_offsets")
+    ends = group_offsets.tolist()
+    groups = [x[first:last] for first, last in itertools.pairwise(ends)]
+    return torch.stack([reference.operand_amax(group, spec, columns, signs) for group in groups])
+
+
+def quantize(
+    x: Tensor,
+    spec: OperandSpec,
+    *,
+    columns: bool = False,
+    amax: Tensor | None = None,
+    signs: Tensor | None = None,
+    key: Key | None = None,
+    origin: tuple[int, int] = (0, 0),
+    implementation: Choice = None,
+) -> QuantizedTensor:
+    """Quantize one operand of a GEMM, as `spec` says.
+
+    Args:
+        x: [rows, cols] fp32, bf16 or fp16. Not finite values are not looked for: see
+            `nonfinite_flag`. They decode to NaN or Inf, never to a plausible number, except in
+            FP8 of a whole tensor, whose cast saturates Inf.
+        columns: False: blocks and contraction run along cols. True: quantizes x.T, result
+            [cols, rows], blocks and rotation along x's rows.
+        amax: fp32 scalar ([result rows] if row_scaled) shared with other shards; None: x's own.
+            pow2 takes its shift from it, and it may be stale. fp8_delayed must be given one.
+        signs: [spec.hadamard] of +-1; None is the fixed vector.
+        key: Philox key (k0, k1), needed by random rounding. The dither of an element depends on
+            key, global row and global column alone.
+        origin: global (row, column) of the result's first element, the column a multiple of 16.
+        implementation: force one by name; it never falls back.
+    Raises:
+        ConfigError (a ValueError): wrong shape or dtype, missing key or amax, no implementation.
+    """
+    _check(x, spec)
+    if spec.is_high_precision:
+        raise ConfigError(
+            f"format {spec.format} is not quantized: use x.to() instead of quantize()"
+        )
+    if spec.is_random and key is None:
+        raise ConfigError(f"rounding {spec.rounding} needs random numbers: pass key=(k0, k1)")
+    if spec.format == "fp8_delayed" and amax is None:
+        raise ConfigError("fp8_delayed scales by earlier steps: pass amax=DelayedScaling(...).amax")
+    if amax is not None:
+        rows = x.shape[1] if columns else x.shape[0]
+        amax = amax.to(device=x.device, dtype=torch.float32).reshape(
+            (rows,) if spec.row_scaled else ()
+        )
+    return QUANTIZE(
+        x,
+        spec,
+        columns=columns,
+        amax=amax,
+        signs=signs,
+        key=key,
+        origin=origin,
+        implementation=implementation,
+    )
+
+
+def quantize_stale(
+    x: Tensor, spec: OperandSpec, amax: Tensor, *, margin: int = 2, **options: object
+) -> tuple[QuantizedTensor, bool]:
+    """Quantize to pow2 scales with the amax of an earlier step; redo it where that does not fit.
+
+    Saves the pass over x that finds its amax. `margin` binades are kept free above; if any block
+    falls outside the range, the tensor is quantized again with its own amax (and what is still
+    outside then spans more than 15 binades, and stays counted in `out_of_range`).
+
+    Args:
+        x, spec: as in `quantize`; spec must have pow2 scales.
+        amax: fp32 scalar of an earlier step.
+        options: further arguments of `quantize`.
+    Returns:
+        The result, and whether it was redone. Reads a device flag: one synchronization.
+    """
+    if not spec.is_pow2:
+        raise ConfigError(
+            f"only nvfp4 with pow2 scales can use a stale amax; got {spec.label!r}: use quantize()"
+        )
+    first = quantize(x, spec, amax=amax * 2.0**margin, **options)  # type: ignore[arg-type]
+    assert first.out_of_range is not None
+    if not bool(first.out_of_range.any()):
+        return first, False
+    return quantize(x, spec, **options), True  # type: ignore[arg-type]
+
+
+def nonfinite_flag(x: Tensor) -> Tensor:
+    """True (bool scalar on x's device, no synchronization) if x has an Inf or NaN."""
+    return ~torch.isfinite(reference.matrix_amax(x))
+
+
+def _check(x: Tensor, spec: OperandSpec) -> None:
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"{spec.format} operands are matrices of fp32, bf16 or fp16; got shape "
+            f"{tuple(x.shape)}, {x.dtype}: reshape to [rows, cols] and convert"
+        )

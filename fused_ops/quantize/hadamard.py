@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random Hadamard transform along the last axis, in groups of 16 to 128.
+
+R = diag(signs) H / sqrt(size), H of Sylvester's construction. Each group of `size` consecutive
+elements v becomes v R, summed in fp32 in the order of the elements, and is rounded to bf16, as
+the unfused path of TransformerEngine does. Since R R^T = 1, two operands that share their signs
+multiply to the same product.
+"""
+
+import torch
+from torch import Tensor
+
+FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""TransformerEngine's sign vector; repeated for rotations longer than 16."""
+
+_MATRICES: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def hadamard_matrix(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Sylvester's Hadamard matrix [size, size], entries +-1 / sqrt(size), fp32."""
+    key = (size, torch.device(device))
+    if key not in _MATRICES:
+        index = torch.arange(size)
+        common = index.unsqueeze(0) & index.unsqueeze(1)
+        parity = torch.zeros_like(common)
+        for bit in range(size.bit_length()):
+            parity ^= (common >> bit) & 1
+        _MATRICES[key] = ((1 - 2 * parity).float() / size**0.5).to(device)
+    return _MATRICES[key]
+
+
+def rotation(size: int, signs: Tensor | None, device: torch.device | str) -> Tensor:
+    """R = diag(signs) H / sqrt(size), fp32 [size, size]; None is the fixed vector."""
+    if signs is None:
+        signs = torch.tensor(FIXED_SIGNS).repeat(-(-size // 16))[:size]
+    if signs.shape != (size,):
+        raise ValueError(
+            f"a Hadamard rotation of {size} needs {size} signs; got shape {tuple(signs.shape)}"
+        )
+    column = signs.to(device=device, dtype=torch.float32).unsqueeze(1)
+    return column * hadamard_matrix(size, device)
+
+
+def rotate(x: Tensor, size: int, signs: Tensor | None = None) -> Tensor:
+    """Rotate groups of `size` along the last axis: [rows, cols] -> bf16 [rows, cols]."""
+    groups = x.reshape(-1, size).to(torch.float32)
+    return (groups @ rotation(size, signs, x.device)).to(torch.bfloat16).view(x.shape)
