@@ -17,6 +17,7 @@ from fused_ops.operands import (
     LinearCall,
     Operand,
     amax_of,
+    has_shared_amax,
     observe,
     pack,
     quantize_operand,
@@ -72,7 +73,7 @@ def _experts(call: LinearCall, count: int) -> list[LinearCall]:
 def _amaxes(call: LinearCall, name: str, parts: Sequence[Tensor], columns: bool) -> list[Any]:
     """Each expert's amax, reduced over ranks all at once; None where the recipe needs none."""
     spec = call.spec(name)
-    if not spec.needs_amax or spec.row_scaled:
+    if not has_shared_amax(spec) or spec.row_scaled:
         return [None] * len(parts)
     own = torch.stack([amax_of(call, name, part, columns=columns) for part in parts])
     return list(call.comm.reduce_amax(name, own))

@@ -36,9 +36,6 @@ STREAMS = {
     for number, name in enumerate((*OPERANDS, "fprop.signs", "dgrad.signs", "wgrad.signs"), start=1)
 }
 
-# Transformer Engine's sign vector for the 16-point Hadamard transform (bit i of 0xD7E8 set: -1).
-FIXED_SIGNS = tuple(-1 if 0xD7E8 >> i & 1 else 1 for i in range(16))
-
 _MASK = 0xFFFFFFFF
 
 

@@ -114,6 +114,15 @@ class LinearCall:
         return self.recipe.spec(*name.split("."))
 
 
+def has_shared_amax(spec: OperandSpec) -> bool:
+    """Whether codes depend on an amax that ranks with parts of the operand must share.
+
+    That of power-of-two scales moves blocks into range: without it values would still be the same
+    on all ranks, but not those that fall out of the range, nor the bytes.
+    """
+    return spec.needs_amax or spec.is_pow2
+
+
 def amax_of(call: LinearCall, name: str, x: Tensor, *, columns: bool = False) -> Tensor:
     """This rank's amax of an operand: fp32, after rotation where the operand is rotated."""
     if x.numel() == 0:
@@ -137,7 +146,7 @@ def quantize_operand(
     check_finite(call, name, x)
     if spec.format == "fp8_delayed":
         amax = _delayed_amax(call, name, x)
-    elif amax is None and spec.needs_amax:
+    elif amax is None and has_shared_amax(spec):
         amax = call.comm.reduce_amax(name, amax_of(call, name, x, columns=columns))
     if x.numel() == 0:
         return x.t() if columns else x

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fused_ops.formats import OperandSpec
-from fused_ops.keys import FIXED_SIGNS, STREAMS, StreamKey, philox4x32, sign_key, signs, stable_id
+from fused_ops.keys import STREAMS, StreamKey, philox4x32, sign_key, signs, stable_id
+from fused_ops.quantize.hadamard import FIXED_SIGNS
 
 KEY = StreamKey(seed=7, step=100, micro_batch=3, layer=stable_id("layers.3.mlp"), expert=2)
 MICRO_BATCH = OperandSpec(format="nvfp4", hadamard=128, signs="micro_batch")
