@@ -22,6 +22,9 @@ Operand = QuantizedTensor | Tensor
 """Codes, or a high-precision tensor used as it is."""
 
 
+Origin = tuple[int, int] | list[tuple[int, int, int]]
+
+
 class Comm(Protocol):
     """What a linear layer asks of the ranks it is cut over. One process: `LocalComm`."""
 
@@ -41,10 +44,12 @@ class Comm(Protocol):
         """
         ...
 
-    def origin(self, name: str) -> tuple[int, int]:
+    def origin(self, name: str) -> Origin:
         """Global (row, column) of element [0, 0] of the local tensor behind the operand `name`.
 
-        In the tensor's own layout: x is [tokens, in], w [out, in], dy [tokens, out].
+        In the tensor's own layout: x is [tokens, in], w [out, in], dy [tokens, out]. If its rows
+        are several runs of the global tensor (a zigzag cut of the sequence, say), the runs in
+        order, each as (number of rows, global row, global column).
         """
         ...
 
@@ -149,18 +154,55 @@ def quantize_operand(
     elif amax is None and has_shared_amax(spec):
         amax = call.comm.reduce_amax(name, amax_of(call, name, x, columns=columns))
     if x.numel() == 0:
-        return x.t() if columns else x
-    row, col = call.comm.origin(name)
-    return quantize(
-        x,
-        spec,
-        columns=columns,
-        amax=amax,
-        signs=signs(spec, call.key, name.split(".")[0], x.device),
-        key=None if not spec.is_random else call.key.operand(name),
-        origin=(col, row) if columns else (row, col),
-        implementation=call.implementation,
+        return _empty(x.t() if columns else x, spec)
+    options: dict[str, Any] = {
+        "columns": columns,
+        "amax": amax,
+        "signs": signs(spec, call.key, name.split(".")[0], x.device),
+        "implementation": call.implementation,
+    }
+    if not spec.is_random:
+        return quantize(x, spec, **options)
+    options["key"] = call.key.operand(name)
+    origin = call.comm.origin(name)
+    if isinstance(origin, list):
+        return _quantize_runs(x, spec, origin, options)
+    return quantize(x, spec, origin=origin[::-1] if columns else origin, **options)
+
+
+def _quantize_runs(
+    x: Tensor, spec: OperandSpec, runs: list[tuple[int, int, int]], options: dict[str, Any]
+) -> QuantizedTensor:
+    """Each run of rows with its own origin, put together again."""
+    columns = options["columns"]
+    lengths = [rows for rows, _, _ in runs]
+    if sum(lengths) != len(x) or (columns and any(n % spec.multiple for n in lengths)):
+        raise ValueError(
+            f"runs of tokens must add up to {len(x)} rows and, in a sum over tokens, be multiples "
+            f"of {spec.multiple} for {spec.label!r}; got {lengths}; change the sequence length or "
+            "the way it is cut"
+        )
+    parts = [
+        quantize(part, spec, origin=(col, row) if columns else (row, col), **options)
+        for part, (_, row, col) in zip(x.split(lengths), runs)
+    ]
+    axis = 1 if columns else 0
+    first = parts[0]
+    counts = [part.out_of_range for part in parts if part.out_of_range is not None]
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts], axis),
+        scales=torch.cat([part.scales for part in parts], axis),
+        amax=torch.cat([part.amax for part in parts]) if first.amax.dim() else first.amax,
+        shape=(first.shape[0], len(x)) if columns else (len(x), first.shape[1]),
+        out_of_range=torch.stack(counts).sum(0, dtype=torch.int32) if counts else None,
     )
+
+
+def _empty(x: Tensor, spec: OperandSpec) -> Tensor:
+    """No tokens, no codes: zeros of the shape that a rotated operand would be padded to."""
+    cols = x.shape[1] if not spec.hadamard else -(-x.shape[1] // spec.multiple) * spec.multiple
+    return x.new_zeros(x.shape[0], cols)
 
 
 def _delayed_amax(call: LinearCall, name: str, x: Tensor) -> Tensor:
