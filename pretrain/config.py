@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
 from models.config import ModelConfig, ParallelConfig, model_problems
+from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
@@ -118,7 +119,7 @@ def make_config(data: Mapping[str, Any], *, for_training: bool = False) -> Pretr
     config, problems, wrong = decode_all(PretrainConfig, data)
     if config is not None:
         found = section_problems(config)
-        if for_training:
+        if for_training and not config.train.dry_run:
             found += start_problems(config, world_size())
         # Where a setting could not be read its default stood in: say nothing about that.
         problems += [text for text in found if not any(name in text for name in wrong)]
@@ -159,11 +160,31 @@ def section_problems(config: PretrainConfig) -> list[str]:
             "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
             "set train.dtype=bf16, or optimizer.name=adamw"
         )
+    problems = model_problems(config.model, config.parallel)
     return [
         *found,
         *config.optimizer.problems(train.steps),
-        *model_problems(config.model, config.parallel),
+        *(problems or _precision_problems(config)),
     ]
+
+
+def precision_plan(config: PretrainConfig, vocab_size: int | None = None) -> PrecisionPlan:
+    """The precision of every GEMM of the run, without building it. Raises ConfigError."""
+    return plan_precision(
+        config.model,
+        config.precision,
+        vocab_size=vocab_size,
+        params_dtype=config.train.torch_dtype,
+        total_samples=config.train.steps * config.train.global_batch_size,
+    )
+
+
+def _precision_problems(config: PretrainConfig) -> list[str]:
+    try:
+        precision_plan(config)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def start_problems(config: PretrainConfig, world: int) -> list[str]:

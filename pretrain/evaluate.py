@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from pretrain.train_step import Engine, MicroBatch, run_schedule
+from pretrain.engine import Engine
+from pretrain.train_step import MicroBatch, run_schedule
 
 
 def evaluate(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> float:

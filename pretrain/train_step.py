@@ -2,52 +2,24 @@
 """One step: micro-batches through megatron-core's schedule, gradients finished, weights updated."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
-from models.precision import PrecisionState
 
-from pretrain.initialize import World
+from models.precision import PrecisionState
+from pretrain.engine import Engine
 from pretrain.optimizer import update
 
 MicroBatch = Mapping[str, Any]
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
-
-
-@dataclass
-class Engine:
-    """A model that can be trained: what a step needs, and nothing of the run around it."""
-
-    world: World
-    chunks: list[Any]
-    """Model chunks of this rank, wrapped in DistributedDataParallel; one per virtual stage."""
-    config: TransformerConfig
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    precision_state: PrecisionState
-    clip_grad: float
-    seq_length: int
-    micro_batch_size: int
-
-    def __post_init__(self) -> None:
-        self.config.calculate_per_token_loss = True
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
-        ddp = self.chunks[0].ddp_config
-        if ddp.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in self.chunks]
-            self.config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
 
 
 @dataclass(frozen=True)
@@ -203,11 +175,3 @@ def loss_function(
 def learning_rate(optimizer: MegatronOptimizer) -> float:
     """The rate of groups that follow the schedule unchanged."""
     return float(next(g["lr"] for g in optimizer.param_groups if g.get("default_config", True)))
-
-
-def total_over_ranks(sums: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """(mean loss, tokens) of several `run_schedule` results, over all ranks."""
-    total = torch.stack(list(sums)).sum(0)
-    dist.all_reduce(total)
-    loss_sum, tokens = total.tolist()
-    return loss_sum / max(tokens, 1), tokens

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds what a run trains: model, its precision, gradient buffers, optimizer, schedule."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from models.hybrid_model import build_model
+
+from models.config import transformer_config
+from models.precision import PrecisionPlan, PrecisionState, apply_precision
+from pretrain.config import PretrainConfig
+from pretrain.initialize import World, seed_everything
+from pretrain.optimizer import OptimizerSetting, build_optimizer, build_scheduler
+
+
+@dataclass
+class Engine:
+    """A model that can be trained: what a step needs, and nothing of the run around it."""
+
+    world: World
+    chunks: list[Any]
+    """Model chunks of this rank, wrapped in DistributedDataParallel; one per virtual stage."""
+    config: TransformerConfig
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    precision_state: PrecisionState
+    plan: PrecisionPlan
+    clip_grad: float
+    seq_length: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        # The gradient is of the mean over the tokens of the global batch, in every layout.
+        self.config.calculate_per_token_loss = True
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if self.chunks[0].ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+
+
+def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engine:
+    """The engine of a run, at step 0. `vocab_size` is the data's, where the config names none."""
+    train, parallel = config.train, config.parallel
+    seed_everything(config.run.seed)
+    engine_config = transformer_config(
+        config.model,
+        parallel,
+        params_dtype=train.torch_dtype,
+        deterministic=train.deterministic,
+    )
+    # DistributedDataParallel decides by this how it scales gradients: set before it is built.
+    engine_config.calculate_per_token_loss = True
+    chunks = build_model(config.model, engine_config, world.groups, vocab_size)
+    chunks = [chunk.to(world.device) for chunk in chunks]
+    precision_state = PrecisionState(seed=config.run.seed, device=world.device)
+    plan = apply_precision(
+        chunks,
+        config.precision,
+        precision_state,
+        total_samples=train.steps * train.global_batch_size,
+    )
+    if train.dtype != "fp32":
+        chunks = [Float16Module(engine_config, chunk) for chunk in chunks]
+    chunks = _wrap(config, engine_config, chunks, world)
+    optimizer = build_optimizer(
+        config.optimizer,
+        OptimizerSetting(
+            steps=train.steps,
+            params_dtype=train.torch_dtype,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
+        ),
+        chunks,
+        world.groups,
+    )
+    return Engine(
+        world=world,
+        chunks=chunks,
+        config=engine_config,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config.optimizer, train.steps, optimizer),
+        precision_state=precision_state,
+        plan=plan,
+        clip_grad=config.optimizer.clip_grad,
+        seq_length=config.model.seq_length,
+        micro_batch_size=train.micro_batch_size,
+    )
+
+
+def _wrap(
+    config: PretrainConfig, engine_config: TransformerConfig, chunks: list[Any], world: World
+) -> list[Any]:
+    """Gradient buffers in FP32, reduced over the data-parallel ranks."""
+    parallel = config.parallel
+    distributed = parallel.use_distributed_optimizer and config.optimizer.name == "adamw"
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather and distributed,
+    )
+    wrapped = [
+        DistributedDataParallel(
+            engine_config,
+            ddp_config,
+            chunk,
+            disable_bucketing=number > 0,  # later virtual stages finish while earlier ones run
+            pg_collection=world.groups,
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped

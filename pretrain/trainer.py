@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run from its config to its last checkpoint: the loop, and the state that it carries."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fused_ops.errors import ConfigError
+from pretrain.callbacks import Callback, Profile, Record, Report
+from pretrain.checkpoint import CheckpointManager, override_config
+from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
+from pretrain.config_file import encode
+from pretrain.data.dataset import open_dataset, open_validation
+from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.engine import Engine, build_engine
+from pretrain.environment import report_absences, write_environment
+from pretrain.evaluate import evaluate_sets, gathered_parameters
+from pretrain.initialize import World, initialize
+from pretrain.metrics import MetricsLogger
+from pretrain.progress import Progress
+from pretrain.signals import StopSignals
+from pretrain.train_step import StepResult, train_step
+
+log = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on for a reason that its user must see to."""
+
+
+@dataclass
+class TrainState:
+    """How far a run is; with the weights and the optimizer, all that a resumed run needs."""
+
+    step: int = 0
+    """Completed steps, skipped ones included."""
+    consumed_samples: int = 0
+    """Samples that went through the model: the position in the data."""
+    consumed_tokens: int = 0
+    """The same in tokens."""
+    skipped: int = 0
+    """Steps without an update."""
+    skipped_in_a_row: int = 0
+    """Of these, since the last update."""
+
+    def advance(self, samples: int, tokens: int, updated: bool) -> None:
+        """After a step."""
+        self.step += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += tokens
+        self.skipped += not updated
+        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+
+
+class Trainer:
+    """One run. `Trainer(config).run()` trains it to the end, or to where a signal stops it.
+
+    Args:
+        config: the run.
+        callbacks: called in every moment before the built-in ones.
+
+    Raises (from the constructor):
+        ConfigError: what the user can mend: folders, data, settings against a checkpoint's.
+    """
+
+    def __init__(self, config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> None:
+        self.world: World = initialize(
+            config.parallel,
+            device=config.run.device,
+            seed=config.run.seed,
+            timeout_minutes=config.run.timeout_minutes,
+            deterministic=config.train.deterministic,
+        )
+        self.run_dir = config.run.path
+        self._make_run_folder()
+        self.checkpoints = CheckpointManager(config.checkpoint, self.run_dir)
+        self.callbacks: list[Callback] = list(callbacks)
+        self.loader: TrainLoader | None = None
+        try:
+            if self.checkpoints.find() is not None:
+                config = override_config(config, config.checkpoint.override)
+            self.config, self.state = config, TrainState()
+            self._open_data()
+            self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
+            resumed = self._resume()
+            self._prepare_callbacks(resumed)
+        except BaseException:
+            self.checkpoints.abort()
+            raise
+
+    def run(self) -> TrainState:
+        """Trains; saves and evaluates at the end; closes everything in every case."""
+        try:
+            with StopSignals() as signals:
+                stopped = self._train(signals)
+                if not stopped:
+                    self._evaluate_at_end()
+                self._save()
+                self.checkpoints.wait()
+            if stopped:
+                self._event("stop", signal=signals.received.name if signals.received else "rank")
+        except BaseException as error:
+            self._each("on_error", error)
+            self.checkpoints.abort()
+            raise
+        finally:
+            self._each("close")
+            if self.loader is not None:
+                self.loader.close()
+        self.checkpoints.close()
+        return self.state
+
+    def _train(self, signals: StopSignals) -> bool:
+        """The loop. Returns whether it was stopped before its end."""
+        config, state, engine = self.config.train, self.state, self.engine
+        while state.step < config.steps:
+            started, step = time.perf_counter(), state.step + 1
+            self._switch_precision()
+            engine.precision_state.set_step(step)
+            self._each("before_step", step)
+            micro_batches = self.loader.step(state.consumed_samples)
+            result = train_step(engine, micro_batches, signals.received is not None)
+            tokens = config.global_batch_size * engine.seq_length
+            state.advance(config.global_batch_size, tokens, result.updated)
+            self._each("after_step", self._row(result, tokens, time.perf_counter() - started))
+            self._check_skipped(result)
+            self.checkpoints.poll()
+            if result.stop and state.step < config.steps:
+                return True
+            if config.eval_interval and step % config.eval_interval == 0 and step < config.steps:
+                self._evaluate()
+            if self.checkpoints.due(step):
+                self._save()
+        return False
+
+    # ---- what a step leaves
+
+    def _row(self, result: StepResult, tokens: int, seconds: float) -> dict[str, Any]:
+        row = {
+            "step": self.state.step,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "tokens": self.state.consumed_tokens,
+            "tokens_per_s": tokens / seconds,
+            "seconds": seconds,
+            "skipped": int(not result.updated),
+        }
+        if self.config.train.dtype == "fp16":
+            row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
+        return row
+
+    def _check_skipped(self, result: StepResult) -> None:
+        if result.updated:
+            return
+        limit, in_a_row = self.config.train.max_skipped, self.state.skipped_in_a_row
+        reason = (
+            "an operand of a quantized GEMM was not finite"
+            if result.nonfinite_operand
+            else "the gradient was not finite"
+        )
+        self._event("skip", reason=reason)
+        if in_a_row >= limit:
+            raise TrainingError(
+                f"at most train.max_skipped={limit} steps in a row may be skipped; step "
+                f"{self.state.step} was one more ({reason}); lower optimizer.lr, or continue from "
+                "an earlier checkpoint"
+            )
+
+    def _switch_precision(self) -> None:
+        for change in self.engine.plan.update(self.state.consumed_samples):
+            self._event("precision_switch", change=change)
+
+    # ---- evaluation and checkpoints
+
+    def _evaluate(self) -> None:
+        if not self.validation:
+            return
+        count = self.config.train.eval_batches
+        sets: dict[str, Iterator[list[MicroBatch]]] = {
+            name: loader.batches(count) for name, loader in self.validation.items()
+        }
+        row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
+        self._each("on_eval", row)
+
+    def _evaluate_at_end(self) -> None:
+        if self.state.step == self.config.train.steps:
+            self._evaluate()
+
+    def _save(self) -> None:
+        state, engine = self.state, self.engine
+        if state.step == 0:
+            return
+        with gathered_parameters(engine):
+            self.checkpoints.save(
+                state.step,
+                engine.chunks,
+                engine.optimizer,
+                engine.scheduler,
+                extra={"train_state": asdict(state), "precision": engine.plan.state_dict()},
+                resolved_config=encode(self.config),
+            )
+
+    def _resume(self) -> int | None:
+        """The step that the run continues from, or None."""
+        engine = self.engine
+        self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
+        resumed = self.checkpoints.resume(
+            engine.chunks,
+            engine.optimizer,
+            engine.scheduler,
+            resolved_config=encode(self.config),
+        )
+        if resumed is None:
+            return None
+        engine.precision_state.weights_changed()
+        if resumed.extra:
+            self.state = TrainState(**resumed.extra["train_state"])
+            engine.plan.load_state_dict(resumed.extra["precision"])
+        if self.world.is_main:
+            for note in resumed.notes:
+                log.warning("%s", note)
+        return self.state.step or None
+
+    # ---- set-up
+
+    def _make_run_folder(self) -> None:
+        problem = None
+        if self.world.is_main:
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                probe = self.run_dir / f".write-{os.getpid()}"
+                probe.write_text("x")
+                probe.unlink()
+            except OSError as error:
+                problem = (
+                    f"the run folder must be writable; {self.run_dir} is not "
+                    f"({(error.strerror or str(error)).lower()}); set run.dir to a folder that is"
+                )
+        told = [problem]
+        dist.broadcast_object_list(told, src=0)
+        if told[0]:
+            raise ConfigError(told[0])
+
+    def _open_data(self) -> None:
+        config, world = self.config, self.world
+        sizes = {
+            "global_batch_size": config.train.global_batch_size,
+            "micro_batch_size": config.train.micro_batch_size,
+            "dp_rank": world.data_parallel_rank,
+            "dp_size": world.data_parallel_size,
+            "options": BatchOptions.of(config.data),
+        }
+        model = config.model
+        self.dataset = open_dataset(
+            config.data, model.seq_length, config.run.seed, model.vocab_size
+        )
+        self.loader = TrainLoader(self.dataset, prefetch=config.data.prefetch, **sizes)
+        sets = open_validation(config.data, model.seq_length, self.dataset.vocab_size)
+        self.validation = {name: ValidLoader(data, **sizes) for name, data in sets.items()}
+
+    def _prepare_callbacks(self, resumed_step: int | None) -> None:
+        config, main, run_dir = self.config, self.world.is_main, self.run_dir
+        if main:
+            save_config(config, run_dir / CONFIG_FILE)
+            table = json.dumps(self.engine.plan.table(), indent=1) + "\n"
+            (run_dir / "precision.json").write_text(table)
+            write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
+            report_absences()
+        metrics = MetricsLogger(
+            run_dir, config.log, encode(config), resumed_step=resumed_step, enabled=main
+        )
+        progress = Progress(
+            config.train.steps,
+            first_step=self.state.step,
+            style=config.log.progress,
+            interval=config.log.interval,
+            enabled=main,
+        )
+        self.callbacks.append(Record(metrics, progress))
+        if config.train.profile_steps:
+            self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
+        if config.log.report:
+            self.callbacks.append(Report())
+        if resumed_step is not None:
+            self._event("resume")
+
+    def _each(self, moment: str, *details: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *details)
+
+    def _event(self, kind: str, **details: Any) -> None:
+        self._each("on_event", kind, self.state.step, details)
