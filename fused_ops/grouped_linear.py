@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fused_ops.linear import check_shapes, dgrad, dummy_gradient, wgrad, wgrad_input
+from fused_ops.linear_call import LinearCall, Operand
 from fused_ops.operands import (
-    LinearCall,
-    Operand,
     amax_of,
     has_shared_amax,
     observe,

@@ -15,18 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.operands import (
-    Comm,
-    LinearCall,
-    LocalComm,
-    Observer,
-    Operand,
-    observe,
-    pack,
-    quantize_operand,
-    unpack,
-    weight_operand,
-)
+from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand
+from fused_ops.operands import observe, pack, quantize_operand, unpack, weight_operand
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
 

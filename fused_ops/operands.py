@@ -1,122 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a linear layer does with one operand: check, rotate, amax, quantize, keep, observe.
-
-`LinearCall` is everything a call of `fused_ops.linear` needs besides its tensors. Operand names are
-"fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x".
-"""
+"""What a linear layer does with one operand: check, rotate, amax, quantize, keep, observe."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.formats import OperandSpec, QuantizedTensor
-from fused_ops.keys import StreamKey, sign_key, signs
+from fused_ops.keys import sign_key, signs
+from fused_ops.linear_call import LinearCall, Operand
 from fused_ops.quantize import DelayedScaling, nonfinite_flag, operand_amax, quantize
-from fused_ops.recipe import GemmRecipe, is_quantized
+from fused_ops.recipe import is_quantized
 from fused_ops.weight_codes import WeightCodes
-
-Operand = QuantizedTensor | Tensor
-"""Codes, or a high-precision tensor used as it is."""
-
-
-Origin = tuple[int, int] | list[tuple[int, int, int]]
-
-
-class Comm(Protocol):
-    """What a linear layer asks of the ranks it is cut over. One process: `LocalComm`."""
-
-    def gather_input(self, x: Tensor) -> Tensor:
-        """The input of the GEMM from this rank's part of it (sequence parallel: all tokens)."""
-        ...
-
-    def reduce_input_grad(self, dx: Tensor) -> tuple[Tensor, Any]:
-        """The gradient for this rank's part of the input, and a handle to `wait()` on or None."""
-        ...
-
-    def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
-        """The maximum of `amax` over the ranks that hold parts of the operand `name`.
-
-        Called in the same order on all of them, once per quantization; a weight's once per rebuild
-        of its codes. Row-scaled operands have one amax a row, stacks of experts one an expert.
-        """
-        ...
-
-    def origin(self, name: str) -> Origin:
-        """Global (row, column) of element [0, 0] of the local tensor behind the operand `name`.
-
-        In the tensor's own layout: x is [tokens, in], w [out, in], dy [tokens, out]. If its rows
-        are several runs of the global tensor (a zigzag cut of the sequence, say), the runs in
-        order, each as (number of rows, global row, global column).
-        """
-        ...
-
-
-class LocalComm:
-    """One process: nothing to gather, nothing to reduce."""
-
-    def gather_input(self, x: Tensor) -> Tensor:
-        """x itself."""
-        return x
-
-    def reduce_input_grad(self, dx: Tensor) -> tuple[Tensor, Any]:
-        """dx itself, ready."""
-        return dx, None
-
-    def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
-        """amax itself."""
-        return amax
-
-    def origin(self, name: str) -> tuple[int, int]:
-        """The whole tensor is here."""
-        return 0, 0
-
-
-class Observer(Protocol):
-    """Sees each operand of each GEMM; must not synchronise with the device."""
-
-    def observe(self, gemm: str, operand: str, tensor: Tensor, quantized: Operand) -> None:
-        """Called when the operand is ready; that of wgrad's x is made in the forward.
-
-        Args:
-            gemm: "fprop", "dgrad" or "wgrad".
-            operand: "x", "w" or "dy".
-            tensor: the high-precision tensor in its own layout (not transposed).
-            quantized: what is multiplied: codes, or the tensor or its transpose.
-        """
-        ...
-
-
-@dataclass(kw_only=True)
-class LinearCall:
-    """How one call of a linear layer computes."""
-
-    recipe: GemmRecipe
-    key: StreamKey = field(default_factory=StreamKey)
-    comm: Comm = field(default_factory=LocalComm)
-    weight_codes: WeightCodes | None = None
-    """Where the codes of the weight are kept across calls; None: built anew in each use."""
-    weights_epoch: int = 0
-    """Raised by whoever changes weights in a way that no version counter shows."""
-    main_grad: bool = False
-    """The weight gradient is added to `weight.main_grad` (fp32) instead of being returned."""
-    observer: Observer | None = None
-    nonfinite: Tensor | None = None
-    """A flag on the device, raised when a tensor that is to be quantized holds Inf or NaN."""
-    check_finite: bool = False
-    """Raise FloatingPointError at once instead; waits for the device in every operand."""
-    name: str = ""
-    """The layer, for messages."""
-    delayed: dict[str, DelayedScaling] | None = None
-    """The state of each fp8_delayed operand, by "fprop.x.EXPERT": the layer's own, filled here."""
-    implementation: str | None = None
-    """Forces one implementation of quantization and matmul; None: the first that can."""
-
-    def spec(self, name: str) -> OperandSpec:
-        """The spec of the operand called `name`."""
-        return self.recipe.spec(*name.split("."))
 
 
 def has_shared_amax(spec: OperandSpec) -> bool:
@@ -176,15 +73,18 @@ def _quantize_runs(
     """Each run of rows with its own origin, put together again."""
     columns = options["columns"]
     lengths = [rows for rows, _, _ in runs]
-    if sum(lengths) != len(x) or (columns and any(n % spec.multiple for n in lengths)):
+    multiple = spec.multiple if columns else spec.block[0] if spec.block else 1
+    if sum(lengths) != len(x) or any(n % multiple for n in lengths):
         raise ValueError(
-            f"runs of tokens must add up to {len(x)} rows and, in a sum over tokens, be multiples "
-            f"of {spec.multiple} for {spec.label!r}; got {lengths}; change the sequence length or "
-            "the way it is cut"
+            f"runs of tokens must add up to {len(x)} rows and be multiples of {multiple} for "
+            f"{spec.label!r}, got {lengths}; change the sequence length or the way it is cut"
         )
+    amax = options.pop("amax")
+    cut_amax = spec.row_scaled and not columns
+    amaxes = amax.split(lengths) if cut_amax else [amax] * len(lengths)
     parts = [
-        quantize(part, spec, origin=(col, row) if columns else (row, col), **options)
-        for part, (_, row, col) in zip(x.split(lengths), runs)
+        quantize(part, spec, origin=(col, row) if columns else (row, col), amax=own, **options)
+        for part, own, (_, row, col) in zip(x.split(lengths), amaxes, runs)
     ]
     axis = 1 if columns else 0
     first = parts[0]
@@ -193,7 +93,7 @@ def _quantize_runs(
         first,
         codes=torch.cat([part.codes for part in parts], axis),
         scales=torch.cat([part.scales for part in parts], axis),
-        amax=torch.cat([part.amax for part in parts]) if first.amax.dim() else first.amax,
+        amax=torch.cat([part.amax for part in parts]) if cut_amax else first.amax,
         shape=(first.shape[0], len(x)) if columns else (len(x), first.shape[1]),
         out_of_range=torch.stack(counts).sum(0, dtype=torch.int32) if counts else None,
     )
