@@ -73,8 +73,8 @@ class PrecisionConfig:
 
     backend: Literal["fused_ops", "transformer_engine"] = "fused_ops"
     """Who computes: this project's operations (any machine) or Transformer Engine's modules."""
-    recipe: str = "bf16"
-    """Recipe of every GEMM that no rule names."""
+    recipe: str | None = None
+    """Recipe of every GEMM that no rule names; None takes the plan's, and without a plan bf16."""
     decode: Literal["exact", "fp8"] = "exact"
     """How NVFP4 operands are decoded where FP4 tensor cores are missing: `exact` multiplies on
     BF16 cores, `fp8` rounds what E4M3 cannot hold and multiplies on FP8 cores. Operands with

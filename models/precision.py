@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The precision of every GEMM, given to a built model.
+
+Layers never ask what they are: `apply_precision` walks the built model once, names every linear
+layer globally (megatron-core's own names are local to a pipeline stage) and hands it its recipe
+from a `PrecisionPlan`. `PrecisionState` is what changes from call to call.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from models.config import ModelConfig, ParallelConfig, padded_vocab_size, transformer_config
+from models.flops import ModelShape
+from models.gemms import GemmModule
+from models.pattern import parse_pattern, staged_pattern
+from models.precision_config import PrecisionConfig
+from models.precision_plan import PrecisionPlan
+from models.precision_rules import PRETRAINING
+
+__all__ = [
+    "PrecisionPlan",
+    "PrecisionState",
+    "apply_precision",
+    "model_shape",
+    "named_gemms",
+    "plan_precision",
+    "plan_table",
+]
+
+
+class PrecisionState:
+    """What changes from call to call: one object a process, referenced by every linear layer.
+
+    Attributes:
+        seed: of all dither and resampled signs.
+        step: number of the optimizer step that is computed.
+        micro_batch: global number, within the step, of the micro-batch that goes forward.
+        phase: pretraining, sampler or rl_trainer.
+        weights_epoch: changes when weights change in a way that no version counter shows.
+        nonfinite: bool tensor on the device, raised by a quantized GEMM that meets Inf or NaN.
+        check_finite: raise at once instead.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        check_finite: bool = False,
+    ) -> None:
+        self.seed = seed
+        self.step = 0
+        self.micro_batch = 0
+        self.phase = PRETRAINING
+        self.weights_epoch = 0
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
+        self.check_finite = check_finite
+
+    def set_step(self, step: int) -> None:
+        """Begin the computation of optimizer step `step`."""
+        self.step = step
+        self.micro_batch = 0
+
+    def set_micro_batch(self, micro_batch: int) -> None:
+        """Begin the forward of a micro-batch, by its global number within the step."""
+        self.micro_batch = micro_batch
+
+    def weights_changed(self) -> None:
+        """Make every linear layer quantize its weight anew."""
+        self.weights_epoch += 1
+
+
+def model_shape(
+    model: ModelConfig,
+    *,
+    vocab_size: int | None = None,
+    params_dtype: torch.dtype = torch.bfloat16,
+) -> ModelShape:
+    """The shape of a model section in one process.
+
+    Args:
+        model: the model section.
+        vocab_size: of the data, if the section leaves it open.
+        params_dtype: type of weights and activations.
+
+    Raises:
+        ConfigError: megatron-core would not build the model.
+    """
+    pattern = staged_pattern(parse_pattern(model.pattern.replace("|", "")))
+    whole = replace(model, pattern=pattern, preset=None)
+    return ModelShape(
+        pattern=pattern,
+        config=transformer_config(whole, ParallelConfig(), params_dtype=params_dtype),
+        vocab_size=padded_vocab_size(model, vocab_size or model.vocab_size or 0),
+        seq_length=model.seq_length,
+        tie_embeddings=model.tie_embeddings,
+    )
+
+
+def plan_precision(
+    model: ModelConfig,
+    config: PrecisionConfig,
+    *,
+    vocab_size: int | None = None,
+    params_dtype: torch.dtype = torch.bfloat16,
+    total_samples: int | None = None,
+) -> PrecisionPlan:
+    """The plan of a model that is not built; arguments as `model_shape` and `PrecisionPlan`."""
+    shape = model_shape(model, vocab_size=vocab_size, params_dtype=params_dtype)
+    return PrecisionPlan(config, shape, total_samples)
+
+
+def plan_table(
+    model: ModelConfig, config: PrecisionConfig, *, vocab_size: int | None = None
+) -> list[dict[str, Any]]:
+    """The table of a model that is not built: the rows of `PrecisionPlan.table`."""
+    return plan_precision(model, config, vocab_size=vocab_size).table()
+
+
+def apply_precision(
+    chunks: Sequence[torch.nn.Module],
+    config: PrecisionConfig,
+    state: PrecisionState,
+    *,
+    total_samples: int | None = None,
+) -> PrecisionPlan:
+    """Name every linear layer of this process and give it its recipe.
+
+    Args:
+        chunks: the model's chunks on this process, wrapped or not.
+        config: the precision section.
+        state: the process's state object.
+        total_samples: samples of the whole run; needed with a schedule.
+
+    Raises:
+        ConfigError: the section contradicts itself or the model.
+        AssertionError: the built model and the table differ.
+    """
+    models = [unwrap(chunk) for chunk in chunks]
+    first = models[0]
+    shape = ModelShape(
+        pattern=first.hybrid_layer_pattern,
+        config=first.config,
+        vocab_size=first.vocab_size,
+        seq_length=first.max_sequence_length,
+        tie_embeddings=first.share_embeddings_and_output_weights,
+    )
+    plan = PrecisionPlan(config, shape, total_samples)
+    found = [pair for model in models for pair in named_gemms(model)]
+    _assert_complete(plan.modules, models, found)
+    state.check_finite = config.check_finite
+    plan.bind(found, state)
+    return plan
+
+
+def unwrap(chunk: torch.nn.Module) -> Any:
+    """The HybridModel inside data-parallel and 16-bit wrappers."""
+    while not hasattr(chunk, "hybrid_layer_pattern"):
+        chunk = chunk.module
+    return chunk
+
+
+def named_gemms(model: Any) -> Iterator[tuple[str, Any]]:
+    """The linear layers of one chunk by global name; those that take no recipe included."""
+    for layer in model.decoder.layers:
+        yield from _linear_layers(layer, f"layers.{layer.layer_number - 1}.")
+    for depth in _prediction_layers(model):
+        yield from _linear_layers(depth, f"mtp.{depth.layer_number - 1}.")
+
+
+def _prediction_layers(model: Any) -> Iterable[Any]:
+    block = getattr(model, "mtp", None)
+    return block.layers if block is not None else ()
+
+
+def _linear_layers(layer: torch.nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+    plain = (ColumnParallelLinear, RowParallelLinear, torch.nn.Linear)
+    for name, module in layer.named_modules():
+        if hasattr(module, "gemm_name") or isinstance(module, plain):
+            yield prefix + name.replace("mtp_model_layer.", ""), module
+
+
+def _assert_complete(
+    modules: Sequence[GemmModule], models: Sequence[Any], found: Sequence[tuple[str, Any]]
+) -> None:
+    """The table and the model are two descriptions of one thing: they must not differ."""
+    positions = {layer.layer_number - 1 for model in models for layer in model.decoder.layers}
+    mtp = any(_prediction_layers(model) for model in models)
+    expected = {
+        module.name
+        for module in modules
+        if (mtp if module.position is None else module.position in positions)
+    }
+    names = [name for name, _ in found]
+    plain = [name for name, module in found if not hasattr(module, "gemm_name")]
+    differences = {
+        "in the model but not in the table": sorted(set(names) - expected),
+        "in the table but not in the model": sorted(expected - set(names)),
+        "built twice": sorted({name for name in names if names.count(name) > 1}),
+        "without a recipe of their own": plain,
+    }
+    text = "; ".join(f"{what}: {', '.join(v[:6])}" for what, v in differences.items() if v)
+    assert not text, f"precision table and built model differ: {text}"

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe of every linear layer, now and after each step of the schedule, from data alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from fused_ops.errors import ConfigError
+from fused_ops.recipe import GemmRecipe
+from models.flops import ModelShape
+from models.gemms import GemmModule
+from models.pattern import parse_pattern
+from models.precision_config import PHASES, PrecisionConfig
+from models.precision_rules import (
+    PRETRAINING,
+    RecipeBook,
+    Resolution,
+    lowered_operands,
+    matching,
+    raise_precision,
+    resolve,
+    schedule_problems,
+    step_rule,
+)
+from models.precision_table import (
+    dimension_notes,
+    dtype_notes,
+    flops_share,
+    render,
+    table_rows,
+)
+
+if TYPE_CHECKING:
+    from models.precision import PrecisionState
+
+
+class PrecisionPlan:
+    """The recipe of every linear layer, now and after each step of the schedule.
+
+    Args:
+        config: the precision section.
+        shape: the model.
+        total_samples: samples of the whole run, which fractions of the schedule refer to.
+
+    Raises:
+        ConfigError: every contradiction in the section, at once.
+    """
+
+    def __init__(
+        self, config: PrecisionConfig, shape: ModelShape, total_samples: int | None = None
+    ) -> None:
+        self.config, self.shape = config, shape
+        self.modules: list[GemmModule] = shape.modules()
+        self.phase = PRETRAINING
+        self.consumed_samples = 0
+        layers = parse_pattern(shape.pattern).layers
+        problems = support_problems(config)
+        self._phases = {PRETRAINING: resolve(config, self.modules, layers)}
+        for phase in PHASES[2:]:
+            self._phases[phase] = resolve(config, self.modules, layers, phase)
+        for resolution in self._phases.values():
+            problems += resolution.problems
+        self._stages = [self._phases[PRETRAINING].recipes]
+        problems += schedule_problems(config.schedule)
+        self._add_stages(len(layers), problems)
+        if problems:
+            raise ConfigError(dict.fromkeys(problems))
+        self.boundaries: list[int] | None = None
+        self._bound: list[tuple[str, Any]] = []
+        self._state: PrecisionState | None = None
+        if total_samples is not None:
+            self.start(total_samples)
+
+    def _add_stages(self, num_layers: int, problems: list[str]) -> None:
+        book = RecipeBook(self.config)
+        for index, step in enumerate(self.config.schedule):
+            rule = step_rule(index, step)
+            to = book.get(step.recipe, rule.source, problems)
+            found = matching(rule, self.modules, num_layers, problems)
+            before = self._stages[-1]
+            if not before:
+                continue
+            after = dict(before)
+            lowered: list[tuple[str, str]] = []
+            for module in found:
+                changed = raise_precision(before[module.name], to, rule.gemms)
+                lowered += [
+                    (module.name, text) for text in lowered_operands(before[module.name], changed)
+                ]
+                after[module.name] = changed
+            if lowered:
+                name, text = lowered[0]
+                modules = len({module for module, _ in lowered})
+                problems.append(
+                    f"{rule.source} lowers the precision of {modules} modules, which a schedule "
+                    f"may not: {name} {text}; name other layers, modules or gemms in the step"
+                )
+            self._stages.append(after)
+
+    def start(self, total_samples: int) -> None:
+        """Turn the schedule's fractions into samples: when a run first starts."""
+        self.boundaries = [
+            math.ceil(Fraction(str(step.from_)) * total_samples) for step in self.config.schedule
+        ]
+
+    @property
+    def active_steps(self) -> int:
+        """How many steps of the schedule have taken effect."""
+        return sum(self.consumed_samples >= boundary for boundary in self.boundaries or [])
+
+    def recipe(self, name: str) -> GemmRecipe:
+        """The recipe that the linear layer of this global name has now."""
+        return self.recipes()[name]
+
+    def recipes(self) -> Mapping[str, GemmRecipe]:
+        """The recipe of every linear layer now, by global name."""
+        if self.phase != PRETRAINING:
+            return self._phases[self.phase].recipes
+        return self._stages[self.active_steps]
+
+    def resolution(self) -> Resolution:
+        """Which rules decided in the present phase."""
+        return self._phases[self.phase]
+
+    def update(self, consumed_samples: int) -> list[str]:
+        """Apply the schedule between two optimizer steps.
+
+        Args:
+            consumed_samples: samples of all steps so far.
+
+        Returns:
+            One line for each step of the schedule that takes effect now.
+        """
+        assert self.boundaries is not None or not self.config.schedule, "start() was not called"
+        before = self.active_steps
+        self.consumed_samples = consumed_samples
+        self._hand_out()
+        return [
+            f"precision: {', '.join(step.gemms)} of layers {step.layers}, modules {step.modules} "
+            f"to {step.recipe} from sample {(self.boundaries or [])[index]}"
+            for index, step in enumerate(self.config.schedule)
+            if before <= index < self.active_steps
+        ]
+
+    def set_phase(self, phase: str) -> None:
+        """Give every module the recipe that it has in pretraining, sampler or rl_trainer."""
+        if phase not in self._phases:
+            raise ConfigError(f"a phase is one of {', '.join(self._phases)}; got {phase!r}")
+        self.phase = phase
+        self._hand_out()
+
+    def bind(self, modules: Iterable[tuple[str, Any]], state: PrecisionState) -> None:
+        """Give the linear layers of this process their names, recipes and the shared state."""
+        for name, module in modules:
+            module.gemm_name = name
+            module.precision_state = state
+            self._bound.append((name, module))
+        self._state = state
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        recipes = self.recipes()
+        for name, module in self._bound:
+            if module.recipe != recipes[name]:
+                module.recipe = recipes[name]
+                if getattr(module, "weight_codes", None) is not None:
+                    module.weight_codes.drop()
+        if self._state is not None:
+            self._state.phase = self.phase
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule in samples, for checkpoints; plain data."""
+        steps = [
+            {"from_samples": boundary, **_step_key(step)}
+            for boundary, step in zip(self.boundaries or [], self.config.schedule)
+        ]
+        return {"consumed_samples": self.consumed_samples, "schedule": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the samples at which the steps of a resumed run begin.
+
+        Steps that the checkpoint knows keep their place, whatever the run's length is now; new ones
+        count in fractions of the new length.
+
+        Raises:
+            ConfigError: the checkpoint has taken a step that the schedule does not have any more.
+        """
+        consumed, steps = state["consumed_samples"], list(state["schedule"])
+        boundaries = list(self.boundaries or [0] * len(self.config.schedule))
+        for index, step in enumerate(self.config.schedule):
+            for stored in steps:
+                if {**_step_key(step), "from_samples": stored["from_samples"]} == stored:
+                    boundaries[index] = stored["from_samples"]
+                    steps.remove(stored)
+                    break
+        problems = [
+            f"precision.schedule lacks a step that the checkpoint has taken at sample "
+            f"{stored['from_samples']} ({', '.join(stored['gemms'])} to {stored['recipe']}), so "
+            "precision would fall; put it back"
+            for stored in steps
+            if stored["from_samples"] <= consumed
+        ]
+        if boundaries != sorted(set(boundaries)):
+            problems.append(
+                f"precision.schedule: steps begin at samples {boundaries}, partly from the "
+                "checkpoint, which is not increasing; move the new steps"
+            )
+        if problems:
+            raise ConfigError(problems)
+        self.boundaries = boundaries
+        self.update(consumed)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a linear layer and one for each part that stays high; plain data."""
+        return table_rows(self)
+
+    def notes(self) -> list[str]:
+        """What is right but may surprise: padding, dtypes, a recipe that nothing uses."""
+        return self.resolution().notes + dimension_notes(self) + dtype_notes(self)
+
+    def flops_share(self) -> dict[str, float]:
+        """Share of the training step's GEMM FLOPs by format; sums to 1."""
+        return flops_share(self)
+
+    def render(self) -> str:
+        """The table as text: one line a linear layer and GEMM, with both operands."""
+        return render(self)
+
+
+def _step_key(step: Any) -> dict[str, Any]:
+    key = asdict(step)
+    return {**key, "gemms": list(key["gemms"]), "layers": str(key["layers"])}
+
+
+def support_problems(config: PrecisionConfig) -> list[str]:
+    """Settings that this version does not carry out."""
+    problems = []
+    if config.communicate == "packed":
+        problems.append(
+            "precision.communicate packed is not available: sequence-parallel gathers move BF16 "
+            "and quantize afterwards; use bf16"
+        )
+    if config.backend != "fused_ops":
+        problems.append(
+            f"precision.backend {config.backend} is not available: the linear layers compute with "
+            "fused_ops on every machine; use fused_ops"
+        )
+    return problems
