@@ -283,5 +283,6 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
         value = value.item() if hasattr(value, "item") else value
         if name != "step" and isinstance(value, int | float) and math.isfinite(value):
             # A leading underscore is wandb's own name space (_step, _runtime).
-            numbers[_NAME.sub("_", name).lstrip("_/") or "metric"] = float(value)
+            legal = _NAME.sub("_", name)
+            numbers[f"metric{legal}" if legal.startswith("_") else legal] = float(value)
     return numbers

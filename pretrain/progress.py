@@ -49,14 +49,14 @@ class Progress:
                 file=self.stream,
                 unit="step",
                 dynamic_ncols=True,
-                bar_format="step {n_fmt}/{total_fmt} {bar}{postfix} left {remaining} ",
+                bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}left {remaining} ",
             )
 
     def update(self, row: Mapping[str, Any]) -> None:
         """One completed step's row of metrics."""
         step = int(row["step"])
         if self._bar is not None:
-            self._bar.set_postfix_str(_numbers(row), refresh=False)
+            self._bar.set_description_str(_numbers(row) + "  ", refresh=False)
             self._bar.update(step - self._bar.n)
         elif self.style == "lines" and self._due(step):
             left = _clock(self._seconds_left(step))

@@ -81,10 +81,12 @@ def load_run(run_dir: Path | str) -> Run:
     folder = Path(run_dir).resolve()
     run = Run(name=folder.name)
     _load_metrics(run, folder / METRICS_FILE)
-    run.config_text = mask_text(_text(run, folder / "config.yaml"))
-    run.config = _parsed(run, "config.yaml", run.config_text, yaml.safe_load)
-    if run.config:
-        run.name = str((run.config.get("run") or {}).get("name") or run.name)
+    config = _text(run, folder / "config.yaml")
+    run.config_text = mask_text(config)
+    run.config = _parsed(run, "config.yaml", config, yaml.safe_load)
+    section = (run.config or {}).get("run")
+    if isinstance(section, dict):
+        run.name = str(section.get("name") or run.name)
     environment = _text(run, folder / ENVIRONMENT_FILE)
     run.environment = _parsed(run, ENVIRONMENT_FILE, environment, json.loads) or {}
     precision = _text(run, folder / "precision.json")

@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from pretrain.charts import Chart, Mark, Series, number, render, smooth
+from pretrain.environment import NEEDED, OPTIONAL
 
 if TYPE_CHECKING:
     from pretrain.history import Row
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 GEMMS = ("fprop", "dgrad", "wgrad")
 _FAMILIES = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
 _SHOWN_EVENTS = 200
-_WIDE, _NARROW, _SMALL = (1086, 380), (560, 400), (400, 250)
+_WIDE, _NARROW, _SMALL = (1086, 380), (420, 320), (400, 250)
 _VALIDATION_COLORS = ("valid", "valid2", "valid3", "other")
 Points = list[tuple[float, float]]
 
@@ -392,7 +393,7 @@ def _title(name: str) -> str:
 
 def _spoken(name: str) -> str:
     words = {"cpu": "CPU", "gpus": "GPUs", "cuda": "CUDA", "cudnn": "cuDNN", "gib": "GiB"}
-    if "-" in name or name in ("torch", "numpy", "pydantic", "tokenizers", "triton", "apex"):
+    if "-" in name or name in {*NEEDED, *OPTIONAL}:
         return name
     text = " ".join(words.get(w, w) for w in name.split("_"))
     return text[:1].upper() + text[1:] if text[:2] != "cu" else text

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pretrain.report import load_run, main, render_page, write_report
+from tests.pretrain.run_folder import write_run
+
+FILES = ("metrics.jsonl", "config.yaml", "environment.json", "precision.json")
+
+
+class Text(HTMLParser):
+    """Checks that tags nest, and collects tags, attributes and text."""
+
+    VOID = frozenset({"meta", "link"})
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.stack, self.tags, self.attributes, self.parts = [], [], [], []
+        self.feed(page)
+        assert not self.stack, self.stack
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.parts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.parts))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "quickstart")
+
+
+def test_page_shows_the_run(run):
+    path = write_report(run)
+    assert path == run / "report.html"
+    page = Text(path.read_text())
+    assert page.tags.count("svg") == 5, "loss for wide and narrow screens, and three more"
+    assert "step 60 of 60" in page.text
+    assert "first 8.250, lowest 5.125 at step 60" in page.text
+    assert "5.225" in page.text, "mean of the last ten losses: 8 - 0.05 x 55.5"
+    assert "layers.3.mlp.experts.linear_fc1" in page.text
+    assert page.text.count("nvfp4 \u00d7 nvfp4") == 4
+    assert page.text.count("bf16 \u00d7 bf16") == 2
+    assert "75\u202f%" in page.text.replace("75.0", "75")
+    assert "step_00000030" in page.text
+    assert "skipped step" in page.text
+    assert "3.12.1" in page.text
+
+
+def test_page_needs_nothing_else(run):
+    page = Text(write_report(run).read_text())
+    assert not {"script", "iframe", "img", "object", "embed", "video"} & set(page.tags)
+    assert not [a for a in page.attributes if a[0].startswith("on") or a[0] == "src"]
+    assert [v for k, v in page.attributes if k == "href"] == ["data:,"]
+    style = (run / "report.html").read_text()
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "http" not in style.replace("http-equiv", "")
+
+
+def test_secrets_are_masked(run, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "sesame-0123456")
+    with open(run / "config.yaml", "a") as file:
+        file.write("extra: {note: sesame-0123456}\n")
+    page = write_report(run).read_text()
+    assert "do-not-print-me" not in page
+    assert "sesame-0123456" not in page
+    assert "***" in page
+
+
+def test_everything_is_escaped(tmp_path):
+    evil = "<script>alert(1)</script>"
+    run = write_run(tmp_path / "x", name=evil)
+    for file in FILES[1:]:
+        path = run / file
+        path.write_text(
+            path.read_text().replace("nvfp4", "<img src=x>").replace("2.11.0", "<script>")
+        )
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 60, "event": "<script>", "why": "\\"><script>"}\n')
+        file.write('{"step": 60, "val_loss/<script>": 3.0}\n')
+    page = Text(write_report(run).read_text())
+    assert not {"script", "img"} & set(page.tags)
+    assert evil in page.text
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_missing_file_is_a_sentence(run, missing):
+    (run / missing).unlink()
+    page = Text(write_report(run).read_text())
+    assert f"{missing} cannot be read (No such file or directory)" in page.text
+
+
+@pytest.mark.parametrize("damaged", FILES)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\0", b"[1, {", b"[1]", b'"x"', b"{}"])
+def test_a_damaged_file_never_stops_the_page(run, damaged, content):
+    (run / damaged).write_bytes(content)
+    page = Text(write_report(run).read_text())
+    assert "quickstart" in page.text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"rows": "x"},
+        {"rows": [{"fprop": None}, 3, {"name": ["a"], "dgrad": {"x": "nvfp4", "w": "fp8"}}]},
+        {"rows": [{"module": "layers.0.a", "fprop": "nvfp4"}], "flops_share": {"nvfp4": "x"}},
+    ],
+)
+def test_precision_rows_of_any_shape(run, rows):
+    import json
+
+    (run / "precision.json").write_text(json.dumps(rows))
+    Text(write_report(run).read_text())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"step": 61, "loss": "x", "lr": null, "tokens": [], "skipped": "?"}',
+        '{"step": 61, "loss": "Infinity", "grad_norm": "NaN", "tokens": "NaN"}',
+        '{"step": 61, "event": null}',
+        '{"step": 61, "event": {"a": 1}, "val_loss": {}}',
+        '{"step": "61", "loss": 1}',
+    ],
+)
+def test_odd_rows(run, row):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(row + "\n")
+    page = Text(write_report(run).read_text())
+    assert "nan," not in (run / "report.html").read_text()
+    assert "of 60" in page.text
+
+
+def test_empty_folder(tmp_path):
+    page = Text(write_report(tmp_path).read_text())
+    assert "no steps yet" in page.text
+    assert page.text.count("no data yet") == 5
+
+
+def test_long_runs_stay_small(tmp_path):
+    run = write_run(tmp_path / "long", steps=20_000)
+    page = render_page(load_run(run))
+    assert len(page) < 600_000
+
+
+def test_command_line(run, capsys, tmp_path):
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert main([]) == 2
+    assert "usage" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "is not a folder; give a run's folder" in capsys.readouterr().err
