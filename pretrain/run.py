@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fused_ops.errors import ConfigError
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import load_config, precision_plan
 from pretrain.initialize import shut_down
-from pretrain.trainer import Trainer, TrainingError
 
 
 def run(path: str, overrides: Sequence[str]) -> int:
@@ -24,6 +24,8 @@ def run(path: str, overrides: Sequence[str]) -> int:
         return 0
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    from pretrain.trainer import Trainer, TrainingError  # only now: it loads the whole engine
+
     try:
         Trainer(config).run()
     except (CheckpointError, TrainingError) as error:
