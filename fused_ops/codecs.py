@@ -19,53 +19,62 @@ FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _TABLES: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
 
 
-def e2m1_index(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Split E2M1 magnitudes into (position, offset): code = integer(position) + offset.
+def e2m1_split_(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split fp32 x into (position, offset, sign): code = integer(position) + offset, and the sign.
 
     E2M1 has step 2**(e-1) in the binade e = 0, 1, 2 (and 0.5 below 1), two codes a binade. In
-    units of its own step a magnitude is `position` (fp32, exact), and the codes of that binade
-    start at offset = 2 e. Rounding `position` to an integer, by whatever rule, rounds to a code.
+    units of its own step a magnitude is `position`, exact, and the codes of that binade start at
+    offset = 2 e. Rounding `position` to an integer, by whatever rule, rounds to a code.
 
-    Args:
-        magnitude: fp32, not negative.
-    Returns:
-        position: fp32; offset: int8.
+    Overwrites x. Returns position fp32 (the memory of x), offset int8, sign int8 (-1 or 0).
     """
-    binade = (magnitude.view(torch.int32) >> 23).clamp_(127, 129)
-    inverse_step = (255 - binade).bitwise_left_shift_(23).view(torch.float32)
-    offset = binade.to(torch.int8).sub_(127).mul_(2)
-    return magnitude * inverse_step, offset
+    work = x.view(torch.int32) >> 31
+    sign = work.to(torch.int8)
+    x.abs_().clamp_(max=8.0)
+    torch.bitwise_right_shift(x.view(torch.int32), 23, out=work).clamp_(127, 129)
+    offset = work.to(torch.int8).sub_(127).mul_(2)
+    inverse_step = work.neg_().add_(255).bitwise_left_shift_(23).view(torch.float32)
+    return x.mul_(inverse_step), offset, sign
 
 
-def e2m1_join(integer: Tensor, offset: Tensor, signed: Tensor) -> Tensor:
-    """E2M1 codes (uint8, 0..15) of integer positions, saturating; the sign comes from `signed`.
+def e2m1_join(integer: Tensor, offset: Tensor, sign: Tensor) -> Tensor:
+    """E2M1 codes (uint8, 0..15) of integer positions (int8), saturating; no negative zero."""
+    code = integer.add_(offset).clamp_(0, 7)
+    return code.bitwise_or_(sign.bitwise_and_(8).mul_(code.clamp(max=1))).view(torch.uint8)
 
-    A negative value that rounds to zero gets code 0: there is no negative zero among our codes.
+
+def _anchor(x: Tensor) -> Tensor:
+    """1.5 * 2**23 times the E2M1 step at |x| <= 6, as bits (int32).
+
+    Adding it to x leaves x rounded to a multiple of the step, ties to even, in the low bits.
     """
-    code = integer.to(torch.int8).add_(offset).clamp_(0, 7)
-    flip = (signed.view(torch.int32) >> 31).to(torch.int8)
-    negative = ((code ^ flip) - flip) >> 7
-    return code.bitwise_or_(negative.bitwise_and_(8)).view(torch.uint8)
+    binade = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(127 << 23, 129 << 23)
+    return binade.add_((22 << 23) + (1 << 22))
+
+
+def encode_e2m1_(x: Tensor) -> Tensor:
+    """Round fp32 to E2M1 codes (uint8, 0..15), ties to the even code, |x| > 6 to 6.
+
+    Overwrites x. NaN has no code and gets any: its block scale is NaN, so it decodes to NaN all
+    the same. A negative value that rounds to zero gets code 0: we write no negative zero.
+    """
+    anchor = _anchor(x.clamp_(-E2M1_MAX, E2M1_MAX))
+    steps = x.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor).to(torch.int8)
+    # Two codes a binade: those of the binade e = 0, 1, 2 start at 2 e.
+    offset = anchor.bitwise_right_shift_(23).to(torch.int8).sub_(127 + 22).mul_(2)
+    negative = (steps >> 7).bitwise_and_(8)
+    return steps.abs_().add_(offset).clamp_(max=7).bitwise_or_(negative).view(torch.uint8)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Round fp32 to E2M1 codes (uint8, 0..15), ties to the even code, |x| > 6 to 6.
-
-    NaN has no code and gets any: its block scale is NaN, so it decodes to NaN all the same.
-    """
-    position, offset = e2m1_index(x.abs().clamp_(max=8.0))
-    return e2m1_join(position.round_(), offset, x)
+    """`encode_e2m1_` that leaves x alone."""
+    return encode_e2m1_(x.clone())
 
 
-def nearest_e2m1(magnitude: Tensor) -> Tensor:
-    """Values on the E2M1 grid nearest to fp32 magnitudes (not negative): `encode_e2m1` decoded.
-
-    Adding 2**23 times the step, and taking it away, leaves a multiple of the step, ties to even.
-    """
-    magnitude = magnitude.clamp(max=E2M1_MAX)
-    binade = magnitude.view(torch.int32).bitwise_and(0x7F800000).clamp_(127 << 23, 129 << 23)
-    anchor = binade.add_(22 << 23).view(torch.float32)
-    return magnitude.add_(anchor).sub_(anchor)
+def nearest_e2m1_(x: Tensor) -> Tensor:
+    """fp32 x becomes the nearest value on the E2M1 grid: `encode_e2m1_`, decoded. Returns x."""
+    anchor = _anchor(x.clamp_(-E2M1_MAX, E2M1_MAX)).view(torch.float32)
+    return x.add_(anchor).sub_(anchor)
 
 
 def _table(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:

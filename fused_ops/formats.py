@@ -78,7 +78,7 @@ class OperandSpec:
     row_scaled: bool = False
     """nvfp4: one amax, and so one fp32 scale, for each row instead of one for the tensor."""
     rounding: str = "nearest"
-    """nearest (ties to even) | stochastic (8-bit dither) | stochastic_exact (32-bit) | ms_eden."""
+    """nearest (ties to even) | stochastic (8-bit dither) | stochastic_exact (24-bit) | ms_eden."""
     hadamard: int = 0
     """Size of the Hadamard rotation along the contraction axis, before the amax; 0 is none."""
     signs: str = "fixed"

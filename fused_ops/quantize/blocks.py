@@ -26,14 +26,16 @@ def orient(x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None) ->
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Largest magnitude of each block; NaN if there is one in it."""
+    """Largest magnitude of each block, fp32; NaN if there is one in it. Any floating dtype."""
     rows, cols = x.shape
-    part = x.view(-1, block[1]).abs()
+    # Without their sign, floating-point numbers order like their bits, NaN above Inf.
+    integers = torch.int32 if x.element_size() == 4 else torch.int16
+    bits = x.view(integers).view(-1, block[1]) & torch.iinfo(integers).max
     width = block[1]
     while width > 1:
         width //= 2
-        part = torch.maximum(part[:, :width], part[:, width:])
-    amax = part.view(rows, cols // block[1])
+        bits = torch.maximum(bits[:, :width], bits[:, width:])
+    amax = bits.view(x.dtype).view(rows, cols // block[1]).float()
     if block[0] == 1:
         return amax
     tiles = pad_to(amax, roundup(rows, block[0]), amax.shape[1])
@@ -47,11 +49,12 @@ def per_row(factors: Tensor, block: Block, rows: int) -> Tensor:
     return factors.repeat_interleave(block[0], dim=0)[:rows]
 
 
-def scaled(x: Tensor, factors: Tensor, block: Block) -> Tensor:
-    """x times the factor of its block, one fp32 multiplication an element."""
+def scale_(x: Tensor, factors: Tensor, block: Block) -> Tensor:
+    """x times the factor of its block, one fp32 multiplication an element, in place."""
     rows = x.shape[0]
     factors = per_row(factors, block, rows).unsqueeze(-1)
-    return (x.view(rows, -1, block[1]) * factors).view(x.shape)
+    x.view(rows, -1, block[1]).mul_(factors)
+    return x
 
 
 def tensor_amax(amaxes: Tensor, row_scaled: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ being stochastic rounding to E4M3 with one 20-bit dither a block: the only rando
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import decode_fp8, encode_fp8, nearest_e2m1
+from fused_ops.codecs import decode_fp8, encode_fp8, nearest_e2m1_
 from fused_ops.quantize.blocks import elements_first
 from fused_ops.quantize.philox import block_words
 from fused_ops.quantize.rounding import Dither
@@ -47,15 +47,14 @@ def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
 def corrected_scales(fitted: Tensor, scales: Tensor, dither: Dither) -> Tensor:
     """Final E4M3 bytes [rows, blocks] of scaled values fp32 [rows, cols]."""
     values = elements_first(fitted, BLOCK)
-    magnitude = values.abs()
-    nearest = nearest_e2m1(magnitude)
-    square = torch.zeros_like(magnitude[0])
-    cross = torch.zeros_like(magnitude[0])
-    for value, code in zip(magnitude, nearest):
+    nearest = nearest_e2m1_(values.clone())
+    square = torch.zeros_like(values[0])
+    cross = torch.zeros_like(values[0])
+    for value, code in zip(values, nearest):
         square = fma(value, value, square)
         cross = fma(value, code, cross)
     ratio = square / cross
     usable = (cross != 0) & torch.isfinite(ratio)
     correction = torch.where(usable, ratio, torch.ones_like(ratio)).view(scales.shape)
-    word = block_words(*scales.shape, dither.key, dither.origin, scales.device)[0]
-    return stochastic_e4m3(decode_fp8(scales) * correction, (word & 0xFFFFF).to(torch.int32))
+    words = block_words(*scales.shape, dither.key, dither.origin, scales.device)
+    return stochastic_e4m3(decode_fp8(scales) * correction, words[:, :, 0, 0] & 0xFFFFF)

@@ -9,6 +9,8 @@ key, row and column alone, never on the shape of the tensor or on how it is cut.
 import torch
 from torch import Tensor
 
+from fused_ops.errors import ConfigError
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -26,41 +28,48 @@ def philox4x32(counter: tuple[Tensor, ...], key: Key) -> tuple[Tensor, Tensor, T
     Returns:
         Four int64 tensors with values in [0, 2**32).
     """
-    c0, c1, c2, c3 = counter
+    words = torch.broadcast_tensors(*counter)
+    c0, c1, c2, c3 = (word.clone(memory_format=torch.contiguous_format) for word in words)
+    high = torch.empty_like(c0)
     k0, k1 = key[0], key[1]
     for _ in range(10):
-        # The product wraps modulo 2**64, which leaves the bits of its two halves right.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) ^ c1 ^ k0) & _MASK
-        c2 = ((p0 >> 32) ^ c3 ^ k1) & _MASK
-        c1, c3 = p1 & _MASK, p0 & _MASK
+        # A product wraps modulo 2**64, which leaves the bits of both its halves right.
+        p0, p1 = c0.mul_(_MULTIPLIERS[0]), c2.mul_(_MULTIPLIERS[1])
+        torch.bitwise_right_shift(p1, 32, out=high)
+        c0 = c1.bitwise_xor_(high).bitwise_xor_(k0).bitwise_and_(_MASK)
+        torch.bitwise_right_shift(p0, 32, out=high)
+        c2 = c3.bitwise_xor_(high).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
 
 
 def block_words(
-    rows: int, blocks: int, key: Key, origin: tuple[int, int], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of each block of 16 columns: counter (row, column // 16, 0, 0).
+    rows: int,
+    blocks: int,
+    key: Key,
+    origin: tuple[int, int],
+    device: torch.device,
+    calls: int = 1,
+) -> Tensor:
+    """Random words of blocks of 16 columns: counter (row, column // 16, call, 0).
 
     Args:
         origin: global (row, column) of the first element; the column a multiple of 16.
     Returns:
-        Four int64 tensors [rows, blocks].
+        int32 [rows, blocks, calls, 4], the bits of unsigned words.
     """
     if origin[1] % 16:
-        raise ValueError(
+        raise ConfigError(
             f"dither comes in blocks of 16 columns; got a column origin of {origin[1]}: "
             "cut the tensor at a multiple of 16"
         )
-    row = torch.arange(origin[0], origin[0] + rows, device=device).unsqueeze(1)
+    row = torch.arange(origin[0], origin[0] + rows, device=device).view(-1, 1, 1)
     first = origin[1] // 16
-    block = torch.arange(first, first + blocks, device=device).unsqueeze(0)
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    words = philox4x32((row, block, zero, zero), key)
-    shape = (rows, blocks)
-    w0, w1, w2, w3 = (word.expand(shape) for word in words)
-    return w0, w1, w2, w3
+    block = torch.arange(first, first + blocks, device=device).view(1, -1, 1)
+    call = torch.arange(calls, device=device).view(1, 1, -1)
+    words = philox4x32((row, block, call, torch.zeros_like(call)), key)
+    return torch.stack([word.to(torch.int32) for word in words], dim=-1)
 
 
 def dither_bytes(
@@ -68,21 +77,21 @@ def dither_bytes(
 ) -> Tensor:
     """One random byte an element: uint8 [rows, cols], cols a multiple of 16.
 
-    The 16 bytes of a block are its four words in little-endian order.
+    The 16 bytes of a block are the four words of call 0 in little-endian order.
     """
-    words = block_words(rows, cols // 16, key, origin, device)
-    quads = torch.stack([word.to(torch.int32) for word in words], dim=-1)
-    return quads.view(torch.uint8).view(rows, cols)
+    return block_words(rows, cols // 16, key, origin, device).view(torch.uint8).view(rows, cols)
 
 
-def dither_tail(row: Tensor, col: Tensor, key: Key) -> Tensor:
-    """24 more random bits of single elements: int64 in [0, 2**24).
+def dither_24(
+    rows: int, cols: int, key: Key, origin: tuple[int, int], device: torch.device
+) -> Tensor:
+    """24 random bits an element: int32 [rows, cols] in [0, 2**24), cols a multiple of 16.
 
-    Counter (row, column // 16, 1 + (column % 16) // 4, 0), word column % 4, its upper 24 bits.
-    Args:
-        row, col: int64 [n], global.
+    The upper 8 are `dither_bytes`; the lower 16 come from calls 1 and 2, whose eight words are
+    sixteen halves in little-endian order.
     """
-    inside = col & 15
-    counter = (row, col >> 4, 1 + (inside >> 2), torch.zeros_like(row))
-    words = torch.stack(philox4x32(counter, key), dim=-1)
-    return words.gather(-1, (inside & 3).unsqueeze(-1)).squeeze(-1) >> 8
+    words = block_words(rows, cols // 16, key, origin, device, calls=3)
+    upper = words[:, :, :1].contiguous().view(torch.uint8).view(rows, cols)
+    lower = words[:, :, 1:].contiguous().view(torch.int16).view(rows, cols)
+    bits = upper.to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(lower.to(torch.int32).bitwise_and_(0xFFFF))

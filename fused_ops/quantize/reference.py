@@ -48,7 +48,7 @@ def quantize(
         cols = matrix.shape[1]
     if spec.format == "fp8_tensorwise" and amax is None:
         amax = matrix_amax(matrix)
-    matrix = matrix.float()
+    matrix = matrix.to(torch.float32, copy=True)
     out_of_range = None
     if spec.is_pow2:
         codes, scales, used, out_of_range = quantize_pow2(matrix, spec, amax, dither)

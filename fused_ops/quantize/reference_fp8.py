@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_ops.codecs import ELEMENT_MAX, FLT_MAX, encode_fp8
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize.blocks import block_amax, scaled, true_divide
+from fused_ops.quantize.blocks import block_amax, scale_, true_divide
 
 
 def encode_scale(amax: Tensor, spec: OperandSpec, largest: float) -> Tensor:
@@ -31,7 +31,7 @@ def quantize_tensorwise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 [rows, cols] -> FP8 bytes, decode scale [1, 1], values that saturated [2]."""
     scale = encode_scale(amax, spec, FLT_MAX)
-    fitted = x * scale
+    fitted = x.mul_(scale)
     above = (fitted.abs() > ELEMENT_MAX[str(spec.element)]).sum(dtype=torch.int32)
     codes = encode_fp8(fitted, str(spec.element))
     return codes, true_divide(1.0, scale).view(1, 1), torch.stack([above, torch.zeros_like(above)])
@@ -43,4 +43,4 @@ def quantize_blockwise(
     """fp32 [rows, cols] -> FP8 bytes, fp32 decode scales of blocks."""
     assert spec.block is not None
     scale = encode_scale(block_amax(x, spec.block), spec, torch.finfo(input_dtype).max)
-    return encode_fp8(scaled(x, scale, spec.block), str(spec.element)), true_divide(1.0, scale)
+    return encode_fp8(scale_(x, scale, spec.block), str(spec.element)), true_divide(1.0, scale)

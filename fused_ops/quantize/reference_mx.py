@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fused_ops.codecs import ELEMENT_MAX, encode_e8m0_up, encode_fp8
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize.blocks import block_amax, scaled
-from fused_ops.quantize.rounding import Dither, round_e2m1
+from fused_ops.quantize.blocks import block_amax, scale_
+from fused_ops.quantize.rounding import Dither, round_e2m1_
 
 
 def inverse_e8m0(codes: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def quantize_mx(x: Tensor, spec: OperandSpec, dither: Dither | None) -> tuple[Te
     element = str(spec.element)
     inverse_max = torch.tensor(1.0 / ELEMENT_MAX[element], device=x.device)
     scales = encode_e8m0_up(block_amax(x, spec.block) * inverse_max)
-    fitted = scaled(x, inverse_e8m0(scales), spec.block)
+    fitted = scale_(x, inverse_e8m0(scales), spec.block)
     if spec.is_fp4:
-        return round_e2m1(fitted, spec.rounding, dither), scales
+        return round_e2m1_(fitted, spec.rounding, dither), scales
     return encode_fp8(fitted, element), scales

@@ -17,7 +17,7 @@ decodes to zero.
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import FLT_MAX, decode_fp8, encode_fp8, nearest_e2m1
+from fused_ops.codecs import FLT_MAX, decode_fp8, encode_fp8, nearest_e2m1_
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize.blocks import (
     block_amax,
@@ -25,12 +25,12 @@ from fused_ops.quantize.blocks import (
     capped_reciprocal,
     elements_first,
     per_row,
-    scaled,
+    scale_,
     tensor_amax,
     true_divide,
 )
 from fused_ops.quantize.ms_eden import corrected_scales
-from fused_ops.quantize.rounding import Dither, round_e2m1
+from fused_ops.quantize.rounding import Dither, round_e2m1_
 
 RN_SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 
@@ -58,12 +58,12 @@ def quantize_nvfp4(
         scales = encode_fp8(((amaxes * RN_SIXTH) * s_enc).clamp_(max=FLT_MAX))
     else:
         scales = encode_fp8((amaxes * (s_enc * RN_SIXTH)).clamp_(max=FLT_MAX))
-    fitted = scaled(x, block_encode_scale(scales, s_enc), spec.block)
+    fitted = scale_(x, block_encode_scale(scales, s_enc), spec.block)
     if spec.rounding == "ms_eden":
         assert dither is not None
-        codes = round_e2m1(fitted, "nearest")
-        return codes, corrected_scales(fitted, scales, dither), amax
-    return round_e2m1(fitted, spec.rounding, dither), scales, amax
+        scales = corrected_scales(fitted, scales, dither)
+        return round_e2m1_(fitted, "nearest"), scales, amax
+    return round_e2m1_(fitted, spec.rounding, dither), scales, amax
 
 
 def block_encode_scale(scales: Tensor, s_enc: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def four_over_six_scales(
     for scales in candidates:
         encode = per_row(block_encode_scale(scales, s_enc), spec.block, x.shape[0]).reshape(-1)
         decode = per_row(decode_fp8(scales), spec.block, x.shape[0]).reshape(-1)
-        error = nearest_e2m1(magnitude * encode).mul_(decode).mul_(row_amax).div_(numerator)
+        error = nearest_e2m1_(magnitude * encode).mul_(decode).mul_(row_amax).div_(numerator)
         error.sub_(magnitude)
         error = error.abs_() if spec.choice == "4over6_mae" else error.mul_(error)
         errors.append(block_sum(error, spec.block, x.shape[0]))

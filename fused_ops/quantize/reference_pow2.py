@@ -11,17 +11,17 @@ on any other block.
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import nearest_e2m1
+from fused_ops.codecs import nearest_e2m1_
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize.blocks import (
     block_amax,
     block_sum,
     elements_first,
     per_row,
-    scaled,
+    scale_,
     tensor_amax,
 )
-from fused_ops.quantize.rounding import Dither, round_e2m1
+from fused_ops.quantize.rounding import Dither, round_e2m1_
 
 LARGEST, SMALLEST = 8, -6
 """Exponents of stored block scales. 2**-6 is E4M3's smallest normal number; 6 * 2**8 / 4 still
@@ -70,7 +70,7 @@ def quantize_pow2(
     exponent = wanted.clamp(SMALLEST, LARGEST)
     if spec.choice == "better_of_two":
         exponent = better_of_two(x, spec, exponent, shift)
-    codes = round_e2m1(scaled(x, power(-exponent - shift), spec.block), spec.rounding, dither)
+    codes = round_e2m1_(scale_(x, power(-exponent - shift), spec.block), spec.rounding, dither)
     scales = ((exponent + 7) << 3).to(torch.uint8)
     scales = torch.where(finite, scales, torch.full_like(scales, NAN_SCALE))
     return codes, scales, 2688.0 * power(shift), torch.stack([above, below])
@@ -86,7 +86,7 @@ def better_of_two(x: Tensor, spec: OperandSpec, exponent: Tensor, shift: Tensor)
     for candidate in (exponent, smaller):
         factor = per_row(power(-candidate - shift), spec.block, rows).reshape(-1)
         fitted = magnitude * factor
-        error = nearest_e2m1(fitted).sub_(fitted)
+        error = nearest_e2m1_(fitted.clone()).sub_(fitted)
         # In units of the larger scale: powers of two, so the comparison is that of decoded values.
         unit = per_row(power(candidate - exponent), spec.block, rows).reshape(-1)
         error.mul_(unit)
