@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention on PyTorch's scaled_dot_product_attention, and attention layers around it."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from models.comm import is_distributed
+from models.documents import document_ids
+from models.parallel_linear import ColumnParallelLinear
+
+
+def zigzag_order(ranks: int) -> list[int]:
+    """Which piece of the gathered sequence comes first, second, ...
+
+    Context parallelism cuts a sequence into 2 * ranks pieces and gives rank r the pieces r and
+    2 * ranks - 1 - r, so that causal attention costs every rank the same. Gathering puts both
+    pieces of a rank together; piece i of the sequence is then at zigzag_order(ranks)[i].
+    """
+    first = [2 * rank for rank in range(ranks)]
+    second = [2 * rank + 1 for rank in reversed(range(ranks))]
+    return first + second
+
+
+def zigzag_positions(length: int, ranks: int, rank: int, device: torch.device) -> Tensor:
+    """Global positions of the `length` tokens that rank holds, int64 [length]."""
+    half = length // 2
+    piece = torch.arange(half, device=device)
+    return torch.cat([piece + rank * half, piece + (2 * ranks - 1 - rank) * half])
+
+
+class _GatherSequence(torch.autograd.Function):
+    """[s / ranks, ...] -> [s, ...] in the order of the sequence; backward is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        full = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(full, x.contiguous(), group=group)
+        pieces = full.chunk(2 * group.size())
+        return torch.cat([pieces[i] for i in zigzag_order(group.size())])
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+        group = ctx.group  # type: ignore[attr-defined]
+        order = zigzag_order(group.size())
+        pieces = dy.chunk(len(order))
+        full = torch.cat([pieces[order.index(i)] for i in range(len(order))])
+        part = full.new_empty(full.shape[0] // group.size(), *full.shape[1:])
+        dist.reduce_scatter_tensor(part, full, group=group)
+        return part, None
+
+
+class CoreAttention(MegatronModule):
+    """softmax(Q K^T) V with causal mask, for grouped queries, context parallelism and documents.
+
+    Keys and values are not repeated for the queries of a group. With context parallelism the keys
+    and values of the whole sequence are gathered. The signature is megatron-core's.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        if config.softmax_type != "vanilla":
+            raise ValueError(
+                f"softmax_type {config.softmax_type!r} is not built here; use 'vanilla'"
+            )
+        if attn_mask_type is not AttnMaskType.causal:
+            raise ValueError(f"attention masks are causal here, got {attn_mask_type}")
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size if windowed else None
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp if is_distributed(pg_collection.cp) else None
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d_value]."""
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported; pass None")
+        if self.cp_group is not None:
+            key = _GatherSequence.apply(key, self.cp_group)
+            value = _GatherSequence.apply(value, self.cp_group)
+        mask = self._mask(query, key.shape[0], document_ids(packed_seq_params))
+        dropout = self.dropout if self.training else 0.0
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        with self._random_state(dropout):
+            out = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _random_state(self, dropout: float) -> Any:
+        # With sequence parallelism megatron-core has forked the state around the whole layer.
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return nullcontext()
+        return get_cuda_rng_tracker().fork()
+
+    def _mask(self, query: Tensor, keys: int, documents: Tensor | None) -> Tensor | None:
+        """Which key each query sees, bool [(b, 1,) s, keys]; None for the plain causal mask."""
+        if self.cp_group is None and documents is None and self.window is None:
+            return None
+        device = query.device
+        position = torch.arange(query.shape[0], device=device)
+        if self.cp_group is not None:
+            ranks, rank = self.cp_group.size(), dist.get_rank(self.cp_group)
+            position = zigzag_positions(query.shape[0], ranks, rank, device)
+        gap = position.unsqueeze(-1) - torch.arange(keys, device=device)
+        mask = gap >= 0
+        if self.window is not None:
+            mask = mask & (gap <= self.window[0])
+        if documents is None:
+            return mask
+        same = documents[:, position].unsqueeze(-1) == documents.unsqueeze(-2)
+        return (mask & same).unsqueeze(1)
+
+
+class MLASelfAttention(multi_latent_attention.MLASelfAttention):
+    """Multi-latent attention whose down projections are layers with recipes too.
+
+    megatron-core accepts three classes for them and no subclass; they are built as its own column
+    parallel layer and adopted.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(self, name):
+                ColumnParallelLinear.adopt(getattr(self, name))

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Document boundaries inside a sample: how layers are told not to look across them.
+
+megatron-core passes one object through the stack to attention and to the Mamba mixer. Its own kind
+of packing ("thd") needs kernels of Transformer Engine; here the object says only which document
+each token belongs to, and the tensors keep their usual shape.
+"""
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+class Documents(PackedSeqParams):
+    """The document of each token, int64 [batch, length] over the whole sequence."""
+
+    def __init__(self, ids: Tensor) -> None:
+        super().__init__(qkv_format="sbhd")
+        self.ids = ids
+
+
+def document_boundaries(cu_seqlens: Tensor, micro_batch_size: int, seq_length: int) -> Documents:
+    """From the bounds of documents in a flattened micro-batch.
+
+    Args:
+        cu_seqlens: int [documents + 1], rising from 0 to micro_batch_size * seq_length; every
+            sample starts a document.
+        micro_batch_size, seq_length: of the whole micro-batch, before context parallelism cuts it.
+    """
+    total = micro_batch_size * seq_length
+    bounds = cu_seqlens.long()
+    if int(bounds[0]) != 0 or int(bounds[-1]) != total:
+        raise ValueError(
+            f"cu_seqlens must go from 0 to micro_batch_size * seq_length = {total}, got "
+            f"{int(bounds[0])} to {int(bounds[-1])}"
+        )
+    position = torch.arange(total, device=bounds.device)
+    number = torch.bucketize(position, bounds[1:-1], right=True)
+    return Documents(number.view(micro_batch_size, seq_length))
+
+
+def document_ids(packed: PackedSeqParams | None) -> Tensor | None:
+    """The ids in the object that megatron-core passed on, or None without boundaries.
+
+    Raises:
+        ValueError: megatron-core's own packing, which these layers do not read.
+    """
+    if packed is None:
+        return None
+    if not isinstance(packed, Documents):
+        raise ValueError(
+            "packed sequences of megatron-core (thd) are not supported here; pass cu_seqlens to "
+            "the model instead"
+        )
+    return packed.ids

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normalization layers that know sequence parallelism."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from fused_ops.rmsnorm import rmsnorm
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm, as `config.normalization` says.
+
+    Under sequence parallelism each rank sees a part of the tokens; the mark `sequence_parallel` on
+    a parameter makes megatron-core sum its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = self._parameter(config, hidden_size, 0.0 if self.zero_centered else 1.0)
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = self._parameter(config, hidden_size, 0.0)
+        elif config.normalization != "RMSNorm":
+            raise ValueError(
+                f"normalization must be RMSNorm or LayerNorm, got {config.normalization!r}"
+            )
+
+    @staticmethod
+    def _parameter(config: Any, size: int, value: float) -> torch.nn.Parameter:
+        device = torch.cuda.current_device()
+        parameter = torch.nn.Parameter(
+            torch.full((size,), value, dtype=config.params_dtype, device=device)
+        )
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and type; statistics in FP32."""
+        if self.bias is None:
+            return rmsnorm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
+        gain = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
+        return F.layer_norm(x.float(), gain.shape, gain, self.bias.float(), self.eps).to(x.dtype)
+
+
+class GroupNorm(torch.nn.Module):
+    """RMSNorm of each group of features; the output norm of a Mamba-2 mixer.
+
+    Its features are cut over the tensor-parallel ranks by whole groups. The signature is the one
+    that megatron-core's mixer calls.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate, "the gate is applied before this norm"
+        self.eps, self.group_size = eps, group_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.tp_group: torch.distributed.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and type."""
+        return rmsnorm(x, self.weight, eps=self.eps, group_size=self.group_size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight, cut over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's two parallel linear layers, with GEMMs whose operands a recipe describes.
+
+Weights, initialization and sharded state dicts are megatron-core's. Only the GEMMs and what goes
+around them are ours: `_forward_impl` is the one method that both classes call for them. A layer
+receives its recipe (`models.precision` sets it); without one it computes in its own dtype.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from fused_ops.keys import StreamKey, stable_id
+from fused_ops.linear import Comm, LinearCall, Observer, linear
+from fused_ops.recipe import GemmRecipe
+from fused_ops.weight_codes import WeightCodes
+from models import micro_batch
+from models.comm import TensorParallelComm, is_distributed, token_count
+
+if TYPE_CHECKING:
+    from models.precision import PrecisionState
+
+HIGH_PRECISION = GemmRecipe(name="bf16")
+
+
+class GemmModule:
+    """What every module with GEMMs carries; mixed into the linear layers.
+
+    `models.precision` sets `recipe`, `gemm_name` and `precision_state` on every instance it finds.
+    """
+
+    def init_gemm(self) -> None:
+        """Start with the layer's own dtype and no name."""
+        self.recipe: GemmRecipe = HIGH_PRECISION
+        self.gemm_name = ""
+        self.precision_state: PrecisionState | None = None
+        self.weight_codes = WeightCodes()
+        self.amax_scope = "layout_invariant"
+        self.observer: Observer | None = None
+        # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
+        # may have written the weight through the flat buffer behind it, which no counter shows.
+        self.is_first_microbatch = True
+
+    def gemm_call(self, weight: Tensor, comm: Comm, first_expert: int = 0) -> LinearCall:
+        """How the GEMMs of this forward pass, and of its backward pass, compute."""
+        if self.is_first_microbatch:
+            self.weight_codes.drop()
+            self.is_first_microbatch = False
+        state = self.precision_state
+        main_grad = getattr(weight, "main_grad", None)
+        call = LinearCall(
+            recipe=self.recipe,
+            comm=comm,
+            weight_codes=self.weight_codes,
+            main_grad=main_grad is not None and main_grad.dtype is torch.float32,
+            observer=self.observer,
+            name=self.gemm_name,
+        )
+        if state is not None:
+            call.key = StreamKey(
+                seed=state.seed,
+                step=state.step,
+                micro_batch=micro_batch.current(),
+                layer=stable_id(self.gemm_name),
+                expert=first_expert,
+            )
+            call.weights_epoch = state.weights_epoch
+            call.nonfinite = state.nonfinite
+            call.check_finite = state.check_finite
+        return call
+
+
+class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
+    """y = x W^T with W cut along its rows."""
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.init_gemm()
+        self.cp_group = _context_group(config)
+
+    @classmethod
+    def adopt(cls, module: layers.ColumnParallelLinear) -> "ColumnParallelLinear":
+        """Turn a layer that megatron-core insisted on building itself into one of these."""
+        assert type(module) is layers.ColumnParallelLinear, f"cannot adopt {type(module)}"
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.init_gemm()
+        module.cp_group = _context_group(module.config)
+        return module
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        **unused: Any,
+    ) -> Tensor:
+        comm = TensorParallelComm(
+            kind="column",
+            recipe=self.recipe,
+            tp_group=self.tp_group,
+            cp_group=self.cp_group,
+            gather_tokens=sequence_parallel,
+            all_reduce_input_grad=allreduce_dgrad,
+            amax_scope=self.amax_scope,
+            weight_shape=(weight.shape[0], weight.shape[1]),
+            tokens=token_count(input, self.tp_group.size() if sequence_parallel else 1),
+        )
+        return linear(input, weight, bias, call=self.gemm_call(weight, comm))
+
+
+class RowParallelLinear(GemmModule, layers.RowParallelLinear):
+    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's."""
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.init_gemm()
+        self.cp_group = _context_group(config)
+
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any
+    ) -> Tensor:
+        comm = TensorParallelComm(
+            kind="row",
+            recipe=self.recipe,
+            tp_group=self.tp_group,
+            cp_group=self.cp_group,
+            amax_scope=self.amax_scope,
+            weight_shape=(weight.shape[0], weight.shape[1]),
+            tokens=token_count(input),
+        )
+        return linear(input, weight, bias, call=self.gemm_call(weight, comm))
+
+
+class DuplicatedLinear(GemmModule, torch.nn.Module):
+    """y = x W^T with the whole W on every rank; with sequence parallelism each has other tokens."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any) -> None:
+        super().__init__()
+        weight = torch.empty(
+            output_size,
+            input_size,
+            dtype=config.params_dtype,
+            device=torch.cuda.current_device(),
+        )
+        if config.perform_initialization:
+            init_method(weight)  # from the default generator, which is the same on all these ranks
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.tp_group = layers.get_tensor_model_parallel_group_if_none(None)
+        self.sequence_parallel = config.sequence_parallel
+        self.init_gemm()
+        self.cp_group = _context_group(config)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x [..., in] -> [..., out]; the second value is megatron-core's bias."""
+        comm = TensorParallelComm(
+            kind="duplicated",
+            recipe=self.recipe,
+            tp_group=self.tp_group if self.sequence_parallel else None,
+            cp_group=self.cp_group,
+            amax_scope=self.amax_scope,
+            weight_shape=(self.weight.shape[0], self.weight.shape[1]),
+            tokens=token_count(x),
+        )
+        return linear(x, self.weight, call=self.gemm_call(self.weight, comm)), None
+
+
+def _context_group(config: Any) -> torch.distributed.ProcessGroup | None:
+    """The ranks that share a sequence, or None if each has whole ones."""
+    if config.context_parallel_size == 1:
+        return None
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"]).cp
+    return group if is_distributed(group) else None
