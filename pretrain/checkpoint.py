@@ -169,7 +169,7 @@ class CheckpointManager:
 
     def _given(self, path: Path) -> Found:
         skipped: list[str] = []
-        for folder in on_first(lambda: list(candidates(path))):
+        for folder in on_first(lambda: candidates(path)):
             reason = self._damage(folder)
             if reason is None:
                 for text in skipped:

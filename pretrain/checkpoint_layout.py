@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +119,14 @@ def check_contents(folder: Path, rank: int = 0, world_size: int = 1) -> str | No
     return None
 
 
+def _steps(checkpoints: Path) -> list[Path]:
+    """The step folders in a checkpoints folder, newest first."""
+    if not checkpoints.is_dir():
+        return []
+    folders = [path for path in checkpoints.iterdir() if step_of(path) is not None]
+    return sorted(folders, key=lambda path: step_of(path) or 0, reverse=True)
+
+
 @dataclass
 class Scan:
     """What a checkpoints folder holds, by names and sizes."""
@@ -135,10 +142,7 @@ class Scan:
 def scan(checkpoints: Path) -> Scan:
     """Look through a checkpoints folder; a folder that does not exist holds nothing."""
     result = Scan()
-    if not checkpoints.is_dir():
-        return result
-    folders = [path for path in checkpoints.iterdir() if step_of(path) is not None]
-    for folder in sorted(folders, key=lambda path: step_of(path) or 0, reverse=True):
+    for folder in _steps(checkpoints):
         reason = check_sizes(folder)
         if reason is None:
             result.whole.append(folder)
@@ -182,11 +186,10 @@ def prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> li
     return doomed
 
 
-def candidates(path: Path) -> Iterable[Path]:
-    """The step folders that `path` means, newest first: itself, or those of a checkpoints folder
-    or of a run folder."""
-    if step_of(path) is not None:
+def candidates(path: Path) -> list[Path]:
+    """The step folders that `path` means, whole or not, newest first: itself, or those of a
+    checkpoints folder or of a run folder."""
+    if step_of(path) is not None and path.is_dir():
         return [path]
     inner = path / "checkpoints"
-    found = scan(inner if inner.is_dir() else path)
-    return found.whole + [folder for folder, _ in found.broken]
+    return _steps(inner if inner.is_dir() else path)
