@@ -133,19 +133,18 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.save_input:
             amaxes = _amaxes(call, "wgrad.dy", parts, True)
             main_grad = ctx.weight.main_grad if call.main_grad else None
-            dw = None if call.main_grad else torch.zeros_like(weight)
+            own = None if main_grad is not None else torch.zeros_like(weight)
             start = 0
             for e, (size, rest) in enumerate(ctx.packed):
                 x_t = unpack(tensors[start : start + size], rest)
                 start += size
                 if not counts[e]:
                     continue
-                if main_grad is not None:
-                    wgrad(ctx.calls[e], parts[e], x_t, main_grad[e], weight.dtype, amaxes[e])
-                else:
-                    dw[e] = wgrad(ctx.calls[e], parts[e], x_t, None, weight.dtype, amaxes[e])
-            if call.main_grad:
-                dw = dummy_gradient(ctx.weight)
+                target = None if main_grad is None else main_grad[e]
+                product = wgrad(ctx.calls[e], parts[e], x_t, target, weight.dtype, amaxes[e])
+                if own is not None:
+                    own[e] = product
+            dw = dummy_gradient(ctx.weight) if call.main_grad else own
         return dx, dw, None, None
 
 

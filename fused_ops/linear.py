@@ -83,7 +83,8 @@ class _Linear(torch.autograd.Function):
 
         saved: Operand = x
         ctx.save_input = ctx.needs_input_grad[1]
-        if ctx.save_input and is_quantized(call.spec("wgrad.x")):
+        spec = call.spec("wgrad.x")
+        if ctx.save_input and (is_quantized(spec) or spec.source == "forward"):
             saved = wgrad_input(call, flat, qx)
         tensors, ctx.rest = pack(saved) if ctx.save_input else ([], None)
         ctx.save_for_backward(weight, *tensors)
@@ -117,8 +118,14 @@ class _Linear(torch.autograd.Function):
 def wgrad_input(
     call: LinearCall, x: Tensor, forward: Operand, amax: Tensor | None = None
 ) -> Operand:
-    """X^T as the operand of wgrad, from x [tokens, in] or from its dequantized forward operand."""
-    if call.spec("wgrad.x").source == "forward" and not isinstance(forward, Tensor):
+    """X^T as the operand of wgrad, from x [tokens, in] or from its dequantized forward operand.
+
+    High precision from the forward operand stays in the forward's codes until wgrad reads it.
+    """
+    spec = call.spec("wgrad.x")
+    if spec.source == "forward" and not isinstance(forward, Tensor):
+        if not is_quantized(spec):
+            return forward
         x = forward.dequantize()
     operand = quantize_operand(call, "wgrad.x", x, columns=True, amax=amax)
     observe(call, "wgrad.x", x, operand)
@@ -152,6 +159,9 @@ def wgrad(
         dy: [tokens, out].
         x: X^T [in, tokens], an operand.
     """
+    if not (isinstance(x, Tensor) or is_quantized(call.spec("wgrad.x"))):
+        x = x.dequantize(dy.dtype).t()
+        observe(call, "wgrad.x", x.t(), x)
     qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
     observe(call, "wgrad.dy", dy, qdy)
     return scaled_matmul(

@@ -144,6 +144,8 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     """
     spec = call.spec(name)
     if not is_quantized(spec):
+        if spec.source == "forward":
+            weight = weight_operand(call, "fprop.w", weight, expert).dequantize(weight.dtype)
         return weight if name == "fprop.w" else weight.t()
     gemm = name.split(".")[0]
     stochastic = () if not spec.is_random else call.key.operand(name)

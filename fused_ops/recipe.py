@@ -123,7 +123,8 @@ def _recipe_problems(recipe: GemmRecipe) -> Iterable[str]:
 
 
 def _symmetric(name: str, spec: OperandSpec, **changes: OperandSpec) -> GemmRecipe:
-    return GemmRecipe(name=name, **(dict.fromkeys(OPERAND_FIELDS, spec) | changes))
+    operands: dict[str, Any] = dict.fromkeys(OPERAND_FIELDS, spec)
+    return GemmRecipe(name=name, **(operands | changes))
 
 
 def _nvfp4(**options: Any) -> OperandSpec:
