@@ -25,6 +25,7 @@ from models.precision_config import PrecisionConfig
 from pretrain.checkpoint import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.config import DataConfig
+from pretrain.data.manifest import load_manifest
 from pretrain.metrics import LogConfig, log_config_problems
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 
@@ -249,12 +250,10 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
     for name, folder in _data_folders(config.data):
-        if not Path(folder).is_dir():
-            state = "is a file" if Path(folder).exists() else "does not exist"
-            found.append(
-                f"{name} must be a folder of token shards; {folder} {state}; make it with "
-                "python -m tools.preprocess, or correct the path"
-            )
+        try:
+            load_manifest(folder)
+        except ConfigError as error:
+            found.extend(f"{name}: {problem}" for problem in error.problems)
     return found
 
 
