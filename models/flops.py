@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from models.gemms import GemmModule, gemm_modules, mamba_inner
+from models.gemms import GemmShape, gemm_modules, mamba_inner
 from models.pattern import parse_pattern
 
 # Kernel width of the causal convolution in megatron-core's MambaMixer.
@@ -35,7 +35,7 @@ class ModelShape:
     tie_embeddings: bool = False
     """Whether the head shares the embedding's weight."""
 
-    def modules(self) -> list[GemmModule]:
+    def modules(self) -> list[GemmShape]:
         """The linear layers of the model."""
         return gemm_modules(self.pattern, self.config)
 
@@ -84,7 +84,7 @@ _PART_OF_NAME = (
 )
 
 
-def part_of(module: GemmModule) -> str:
+def part_of(module: GemmShape) -> str:
     """The part that a linear layer belongs to: attention, mlp, experts, mamba, mtp, ..."""
     return next(part for key, part in _PART_OF_NAME if key in module.name)
 
@@ -95,7 +95,7 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     parts: dict[str, int] = defaultdict(int)
     parts["embedding"] = shape.vocab_size * config.hidden_size
     if not shape.tie_embeddings:
-        parts["head"] = shape.vocab_size * config.hidden_size
+        parts["output_layer"] = shape.vocab_size * config.hidden_size
     idle = 0
     for module in shape.modules():
         part = part_of(module)

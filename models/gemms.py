@@ -14,7 +14,7 @@ from models.pattern import parse_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmModule:
+class GemmShape:
     """One linear layer: weight [n, k], three GEMMs (fprop, dgrad, wgrad) of 2 k n FLOPs a token."""
 
     name: str
@@ -45,7 +45,7 @@ class GemmModule:
         return self.copies * (self.k * self.n + (self.n if self.bias else 0))
 
 
-def gemm_modules(pattern: str, config: Any) -> list[GemmModule]:
+def gemm_modules(pattern: str, config: Any) -> list[GemmShape]:
     """The linear layers of the model in order, multi-token prediction last.
 
     Args:
@@ -61,7 +61,7 @@ def gemm_modules(pattern: str, config: Any) -> list[GemmModule]:
     for depth in range(1 if repeated else parsed.mtp_depths):
         hidden = config.hidden_size
         modules.append(
-            GemmModule(
+            GemmShape(
                 name=f"mtp.{depth}.eh_proj",
                 position=None,
                 symbol="/",
@@ -77,11 +77,11 @@ def gemm_modules(pattern: str, config: Any) -> list[GemmModule]:
 
 def _layer(
     config: Any, symbol: str, prefix: str, position: int | None, repeat: int = 1
-) -> list[GemmModule]:
+) -> list[GemmShape]:
     shapes = {"*": _attention, "+": _latent_attention, "-": _mlp, "E": _experts, "M": _mamba}
     common: dict[str, Any] = {"position": position, "symbol": symbol}
     return [
-        GemmModule(
+        GemmShape(
             name=f"{prefix}.{name}",
             k=k,
             n=n,

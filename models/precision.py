@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from models.config import ModelConfig, ParallelConfig, padded_vocab_size, transformer_config
 from models.flops import ModelShape
-from models.gemms import GemmModule
+from models.gemms import GemmShape
 from models.pattern import parse_pattern, staged_pattern
 from models.precision_config import PrecisionConfig
 from models.precision_plan import PrecisionPlan
@@ -114,10 +114,15 @@ def plan_precision(
 
 
 def plan_table(
-    model: ModelConfig, config: PrecisionConfig, *, vocab_size: int | None = None
+    model: ModelConfig,
+    config: PrecisionConfig,
+    *,
+    vocab_size: int | None = None,
+    params_dtype: torch.dtype = torch.bfloat16,
 ) -> list[dict[str, Any]]:
     """The table of a model that is not built: the rows of `PrecisionPlan.table`."""
-    return plan_precision(model, config, vocab_size=vocab_size).table()
+    plan = plan_precision(model, config, vocab_size=vocab_size, params_dtype=params_dtype)
+    return plan.table()
 
 
 def apply_precision(
@@ -148,7 +153,7 @@ def apply_precision(
         seq_length=first.max_sequence_length,
         tie_embeddings=first.share_embeddings_and_output_weights,
     )
-    plan = PrecisionPlan(config, shape, total_samples)
+    plan = PrecisionPlan(config, shape, total_samples, state.nonfinite.device)
     found = [pair for model in models for pair in named_gemms(model)]
     _assert_complete(plan.modules, models, found)
     state.check_finite = config.check_finite
@@ -184,7 +189,7 @@ def _linear_layers(layer: torch.nn.Module, prefix: str) -> Iterator[tuple[str, A
 
 
 def _assert_complete(
-    modules: Sequence[GemmModule], models: Sequence[Any], found: Sequence[tuple[str, Any]]
+    modules: Sequence[GemmShape], models: Sequence[Any], found: Sequence[tuple[str, Any]]
 ) -> None:
     """The table and the model are two descriptions of one thing: they must not differ."""
     positions = {layer.layer_number - 1 for model in models for layer in model.decoder.layers}

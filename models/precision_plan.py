@@ -9,10 +9,12 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fused_ops.errors import ConfigError
 from fused_ops.recipe import GemmRecipe
 from models.flops import ModelShape
-from models.gemms import GemmModule
+from models.gemms import GemmShape
 from models.pattern import parse_pattern
 from models.precision_config import PHASES, PrecisionConfig
 from models.precision_rules import (
@@ -26,6 +28,7 @@ from models.precision_rules import (
     schedule_problems,
     step_rule,
 )
+from models.precision_support import reference_problems, support_problems
 from models.precision_table import (
     dimension_notes,
     dtype_notes,
@@ -45,16 +48,21 @@ class PrecisionPlan:
         config: the precision section.
         shape: the model.
         total_samples: samples of the whole run, which fractions of the schedule refer to.
+        device: where the run computes; the machine's GPU if it has one.
 
     Raises:
         ConfigError: every contradiction in the section, at once.
     """
 
     def __init__(
-        self, config: PrecisionConfig, shape: ModelShape, total_samples: int | None = None
+        self,
+        config: PrecisionConfig,
+        shape: ModelShape,
+        total_samples: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self.config, self.shape = config, shape
-        self.modules: list[GemmModule] = shape.modules()
+        self.modules: list[GemmShape] = shape.modules()
         self.phase = PRETRAINING
         self.consumed_samples = 0
         layers = parse_pattern(shape.pattern).layers
@@ -67,6 +75,10 @@ class PrecisionPlan:
         self._stages = [self._phases[PRETRAINING].recipes]
         problems += schedule_problems(config.schedule)
         self._add_stages(len(layers), problems)
+        used = {recipe for r in self._phases.values() for recipe in r.recipes.values()}
+        used |= {recipe for stage in self._stages for recipe in stage.values()}
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        problems += reference_problems(config, used, device)
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         self.boundaries: list[int] | None = None
@@ -158,6 +170,7 @@ class PrecisionPlan:
         for name, module in modules:
             module.gemm_name = name
             module.precision_state = state
+            module.amax_scope = self.config.amax_scope
             self._bound.append((name, module))
         self._state = state
         self._hand_out()
@@ -234,19 +247,3 @@ class PrecisionPlan:
 def _step_key(step: Any) -> dict[str, Any]:
     key = asdict(step)
     return {**key, "gemms": list(key["gemms"]), "layers": str(key["layers"])}
-
-
-def support_problems(config: PrecisionConfig) -> list[str]:
-    """Settings that this version does not carry out."""
-    problems = []
-    if config.communicate == "packed":
-        problems.append(
-            "precision.communicate packed is not available: sequence-parallel gathers move BF16 "
-            "and quantize afterwards; use bf16"
-        )
-    if config.backend != "fused_ops":
-        problems.append(
-            f"precision.backend {config.backend} is not available: the linear layers compute with "
-            "fused_ops on every machine; use fused_ops"
-        )
-    return problems

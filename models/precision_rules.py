@@ -20,7 +20,7 @@ from fused_ops.recipe import (
     is_quantized,
     recipe_from_dict,
 )
-from models.gemms import GemmModule
+from models.gemms import GemmShape
 from models.plans import get_plan, match_module, nearest, select_layers
 from models.precision_config import GEMMS, PHASES, PrecisionConfig, PrecisionStep
 
@@ -154,8 +154,8 @@ def _describe(layers: str | int, modules: str) -> str:
 
 
 def matching(
-    rule: Rule, modules: Sequence[GemmModule], num_layers: int, problems: list[str]
-) -> list[GemmModule]:
+    rule: Rule, modules: Sequence[GemmShape], num_layers: int, problems: list[str]
+) -> list[GemmShape]:
     """The modules that a rule names; a problem if there are none."""
     try:
         selection = select_layers(rule.layers, num_layers, pairs=rule.pairs)
@@ -172,7 +172,7 @@ def matching(
     return found
 
 
-def _matches_nothing(rule: Rule, named: Sequence[GemmModule], modules: Sequence[GemmModule]) -> str:
+def _matches_nothing(rule: Rule, named: Sequence[GemmShape], modules: Sequence[GemmShape]) -> str:
     start = f"{rule.source} matches no module: layers {rule.layers!r}, modules {rule.modules!r}"
     if named:
         there = sorted({m.position for m in named if m.position is not None})
@@ -192,7 +192,7 @@ def _matches_nothing(rule: Rule, named: Sequence[GemmModule], modules: Sequence[
 
 def resolve(
     config: PrecisionConfig,
-    modules: Sequence[GemmModule],
+    modules: Sequence[GemmShape],
     layers: str,
     phase: str = PRETRAINING,
 ) -> Resolution:
@@ -265,7 +265,7 @@ def compose(chosen: Mapping[str, GemmRecipe]) -> GemmRecipe:
 def _unused_default(
     default: Mapping[str, tuple[GemmRecipe, str]],
     decided: Mapping[tuple[str, str], Rule],
-    modules: Iterable[GemmModule],
+    modules: Iterable[GemmShape],
 ) -> list[str]:
     names = [module.name for module in modules]
     return list(

@@ -11,7 +11,7 @@ import torch
 from fused_ops.formats import OperandSpec
 from fused_ops.recipe import GemmRecipe, is_quantized
 from models.flops import FixedPart, fixed_parts
-from models.gemms import GemmModule
+from models.gemms import GemmShape
 from models.precision_config import GEMMS
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def table_rows(plan: PrecisionPlan) -> list[dict[str, Any]]:
     return rows + [_fixed_row(part, high, total) for part in fixed_parts(plan.shape)]
 
 
-def _shape_text(module: GemmModule) -> str:
+def _shape_text(module: GemmShape) -> str:
     shape = f"{module.n} x {module.k}"
     return f"{module.copies} of {shape}" if module.copies > 1 else shape
 
