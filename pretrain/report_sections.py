@@ -20,6 +20,7 @@ _FAMILIES = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
 _SHOWN_EVENTS = 200
 _WIDE, _NARROW, _SMALL = (1086, 380), (420, 320), (400, 250)
 _VALIDATION_COLORS = ("valid", "valid2", "valid3", "other")
+_RIGHT = ' class="right"'
 Points = list[tuple[float, float]]
 
 
@@ -116,30 +117,32 @@ def precision(run: "Run") -> str:
     rows = _precision_rows(run.precision)
     if not rows:
         return ""
-    names = ", ".join(sorted({str(r["recipe"]) for r in rows if r.get("recipe")}))
-    shares = _shares(run.precision)
-    body = [
-        "<h2>Precision of every GEMM</h2>",
-        f'<p class="hint">{len(rows)} modules'
-        + (f"; recipes: {escape(names)}" if names else "")
-        + ". Each cell names the formats of the two operands.</p>",
-        _share_bar(shares) if shares else "",
-        '<div class="card scroll tall"><table><thead><tr><th>Module</th>',
-        "".join(f"<th>{c.capitalize()}</th>" for c in _extra_columns(rows)),
-        "".join(f"<th>{g}</th>" for g in GEMMS),
-        "</tr></thead><tbody>",
-    ]
+    head = "".join(f"<th{_RIGHT * (c == 'Share')}>{c}</th>" for c in ("Module", "Weight", "Share"))
+    head += "".join(f"<th>{g}</th>" for g in GEMMS) + "<th>Decided by</th>"
+    body = []
     previous = None
     for row in rows:
         group = _layer_of(_module_name(row))
         start = ' class="group"' if previous is not None and group != previous else ""
         previous = group
-        extra = "".join(f"<td>{escape(_plain(row.get(c)))}</td>" for c in _extra_columns(rows))
-        cells = "".join(f"<td>{_chip(_gemm_text(row, g))}</td>" for g in GEMMS)
-        module = f"<td><code>{escape(_module_name(row))}</code></td>"
-        body.append(f"<tr{start}>{module}{extra}{cells}</tr>")
-    body.append("</tbody></table></div>")
-    return "".join(body)
+        cells = [
+            f"<td><code>{escape(_module_name(row))}</code></td>",
+            f'<td class="chip">{escape(_plain(row.get("shape")))}</td>',
+            f"<td{_RIGHT}>{_percent(row.get('flops_share'))}</td>",
+            *(f"<td>{_operands(row.get(g))}</td>" for g in GEMMS),
+            f"<td>{escape(_reason(row))}</td>",
+        ]
+        body.append(f"<tr{start}>{''.join(cells)}</tr>")
+    shares = _shares(run.precision)
+    return (
+        "<h2>Precision of every GEMM</h2>"
+        '<p class="hint">Each cell names the operands of the GEMM, left and right: '
+        "activations and weight (fprop), output gradient and weight (dgrad), output gradient and "
+        "activations (wgrad).</p>"
+        + (_share_bar(shares) if shares else "")
+        + f'<div class="card scroll tall"><table class="gemms"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
 
 
 def events(run: "Run") -> str:
@@ -149,9 +152,12 @@ def events(run: "Run") -> str:
         details = {k: v for k, v in row.items() if k not in ("step", "event")}
         text = ", ".join(f"{k} {_plain(v)}" for k, v in details.items())
         found.append((row["step"], str(row["event"]).replace("_", " "), text))
+    told = {row["step"] for row in run.events if row["event"] == "skip"}
     for row in run.training:
         if row.get("skipped", 0) > 0:
-            found.append((row["step"], "skipped step", f"gradient norm {row.get('grad_norm')}"))
+            if row["step"] not in told:
+                text = f"gradient norm {_plain(row.get('grad_norm'))}"
+                found.append((row["step"], "skip", text))
         elif not math.isfinite(row["loss"]):
             found.append((row["step"], "non-finite loss", ""))
     if not found:
@@ -301,11 +307,18 @@ def _precision_rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _shares(found: Mapping[str, Any]) -> dict[str, float]:
-    shares = found.get("flops_share")
-    if not isinstance(shares, Mapping):
-        return {}
-    flat = {str(k): v for k, v in shares.items() if isinstance(v, int | float) and v > 0}
-    return dict(sorted(flat.items(), key=lambda kv: -kv[1]))
+    """FLOPs by format, from the rows: a GEMM of two formats counts as `a x b`."""
+    shares: dict[str, float] = {}
+    for row in _precision_rows(found):
+        share = row.get("flops_share")
+        if not isinstance(share, int | float) or not math.isfinite(share):
+            continue
+        for gemm in GEMMS:
+            formats = dict.fromkeys(t.split(" ")[0] for t in _texts(row.get(gemm)))
+            if formats and share > 0:
+                name = " x ".join(formats)
+                shares[name] = shares.get(name, 0.0) + share / len(GEMMS)
+    return dict(sorted(shares.items(), key=lambda kv: -kv[1]))
 
 
 def _share_bar(shares: Mapping[str, float]) -> str:
@@ -329,24 +342,34 @@ def _layer_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def _extra_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    known = ("recipe", "shape", "rule", "reason")
-    return [c for c in known if any(r.get(c) not in (None, "") for r in rows)]
+def _reason(row: Mapping[str, Any]) -> str:
+    return _plain(row.get("rule") or row.get("reason") or row.get("recipe"))
 
 
-def _gemm_text(row: Mapping[str, Any], gemm: str) -> str:
-    value = row.get(gemm)
+def _texts(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, list):
-        value = " \u00d7 ".join(map(_plain, value))
-    return _plain(value)
+    values = value if isinstance(value, list) else [value]
+    return [_plain(v) for v in values if v not in (None, "")]
+
+
+def _operands(value: Any) -> str:
+    texts = _texts(value)
+    if not texts:
+        return _plain(None)
+    return "<br>".join(_chip(t) for t in dict.fromkeys(texts))
+
+
+def _percent(value: Any) -> str:
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        return _plain(None)
+    return f"{100 * value:.1f}\u202f%" if value >= 0.0005 else "&lt; 0.1\u202f%"
 
 
 def _family(text: str) -> str:
-    words = text.lower().replace("_", " ").replace("\u00d7", " ").split()
-    named = [f for w in words for f in [_first_family(w)] if f]
-    return named[0] if len(set(named)) == 1 else "mixed"
+    words = text.lower().replace("_", " ").split()
+    named = {f for w in words for f in [_first_family(w)] if f}
+    return named.pop() if len(named) == 1 else "mixed"
 
 
 def _first_family(word: str) -> str | None:
@@ -354,7 +377,9 @@ def _first_family(word: str) -> str | None:
 
 
 def _chip(text: str) -> str:
-    return f'<span class="chip {_family(text)}"><i></i>{escape(text)}</span>'
+    name, _, rest = text.partition(" ")
+    small = f" <small>{escape(rest)}</small>" if rest else ""
+    return f'<span class="chip {_family(name)}"><i></i>{escape(name)}{small}</span>'
 
 
 def _cards(groups: Mapping[str, Mapping[str, Any]], name: Callable[[str], str] = str) -> str:

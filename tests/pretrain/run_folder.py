@@ -49,11 +49,22 @@ def write_run(folder: Path, steps: int = 60, name: str = "quickstart") -> Path:
     return folder
 
 
-def precision() -> dict:
-    four, sixteen = ["nvfp4", "nvfp4"], ["bf16", "bf16"]
-    rows = [
-        {"name": "layers.0.mixer.in_proj", "fprop": four, "dgrad": four, "wgrad": four},
-        {"name": "layers.3.mlp.experts.linear_fc1", "fprop": sixteen, "dgrad": sixteen}
-        | {"wgrad": four},
+def precision() -> list[dict]:
+    """Rows of the table of GEMMs, as `PrecisionPlan.table` gives them."""
+
+    def gemms(fprop: str, wgrad: str) -> dict:
+        return {
+            "fprop": {"x": f"{fprop}", "w": f"{fprop}"},
+            "dgrad": {"dy": f"{fprop}", "w": f"{fprop}"},
+            "wgrad": {"dy": f"{wgrad} hadamard16", "x": wgrad},
+        }
+
+    return [
+        {"name": "layers.0.mixer.in_proj", "shape": "64 x 32", "rule": "precision.recipe"}
+        | {"flops_share": 0.6, **gemms("nvfp4", "nvfp4")},
+        {"name": "layers.3.mlp.experts.linear_fc1", "shape": "4 of 64 x 32", "rule": "last 15%"}
+        | {"flops_share": 0.3, **gemms("bf16", "nvfp4")},
+        {"name": "norms", "shape": "", "reason": "elementwise", "flops_share": 0.0},
+        {"name": "output_layer", "shape": "", "reason": "logits decide", "flops_share": 0.1}
+        | gemms("bf16", "bf16"),
     ]
-    return {"rows": rows, "flops_share": {"nvfp4": 0.75, "bf16": 0.25}}

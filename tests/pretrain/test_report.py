@@ -13,7 +13,7 @@ FILES = ("metrics.jsonl", "config.yaml", "environment.json", "precision.json")
 class Text(HTMLParser):
     """Checks that tags nest, and collects tags, attributes and text."""
 
-    VOID = frozenset({"meta", "link"})
+    VOID = frozenset({"meta", "link", "br"})
 
     def __init__(self, page: str):
         super().__init__()
@@ -56,11 +56,14 @@ def test_page_shows_the_run(run):
     assert "first 8.250, lowest 5.125 at step 60" in page.text
     assert "5.225" in page.text, "mean of the last ten losses: 8 - 0.05 x 55.5"
     assert "layers.3.mlp.experts.linear_fc1" in page.text
-    assert page.text.count("nvfp4 \u00d7 nvfp4") == 4
-    assert page.text.count("bf16 \u00d7 bf16") == 2
-    assert "75\u202f%" in page.text.replace("75.0", "75")
+    # 4 bits: all of 0.6, a third of 0.3; the rest and the output layer are BF16.
+    assert "nvfp4 70.0 % bf16 30.0 %" in page.text
+    assert "GEMM work in 4 bits 70 %" in page.text
+    assert page.text.count("nvfp4 hadamard16") == 2
+    assert "output_layer \u2013 10.0 % bf16 bf16 bf16" in page.text
+    assert "norms \u2013 \u2013 \u2013 \u2013 \u2013 elementwise" in page.text
     assert "step_00000030" in page.text
-    assert "skipped step" in page.text
+    assert "20 skip gradient norm 1.05" in page.text
     assert "3.12.1" in page.text
 
 
