@@ -81,12 +81,13 @@ class _Linear(torch.autograd.Function):
             implementation=call.implementation,
         )  # fmt: skip
 
-        saved: Operand = x
         ctx.save_input = ctx.needs_input_grad[1]
         spec = call.spec("wgrad.x")
-        if ctx.save_input and (is_quantized(spec) or spec.source == "forward"):
-            saved = wgrad_input(call, flat, qx)
-        tensors, ctx.rest = pack(saved) if ctx.save_input else ([], None)
+        # In high precision this rank's part is kept, and gathered again in the backward.
+        ctx.save_part = not is_quantized(spec) and spec.source == "tensor"
+        tensors: list[Tensor] = []
+        if ctx.save_input:
+            tensors, ctx.rest = pack(x if ctx.save_part else wgrad_input(call, flat, qx))
         ctx.save_for_backward(weight, *tensors)
         ctx.call, ctx.weight, ctx.shape, ctx.has_bias = call, weight, full.shape, bias is not None
         return y.view(*full.shape[:-1], weight.shape[0])
@@ -100,12 +101,12 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx, handle = call.comm.reduce_input_grad(dgrad(call, dy, weight).view(ctx.shape))
         if ctx.save_input:
-            saved = unpack(tensors, ctx.rest)
-            if isinstance(saved, Tensor):
-                full = call.comm.gather_input(saved).reshape(-1, saved.shape[-1])
-                saved = wgrad_input(call, full, full)
+            x_t = unpack(tensors, ctx.rest)
+            if ctx.save_part:
+                full = call.comm.gather_input(tensors[0]).reshape(-1, ctx.shape[-1])
+                x_t = wgrad_input(call, full, full)
             main_grad = ctx.weight.main_grad if call.main_grad else None
-            dw = wgrad(call, dy, saved, main_grad, weight.dtype)
+            dw = wgrad(call, dy, x_t, main_grad, weight.dtype)
             if call.main_grad:
                 dw = dummy_gradient(ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:

@@ -11,6 +11,8 @@ each value; it is part of alpha, after the sum.
 with each operand's own numerator (2688, or 1536 for four-over-six and MS-EDEN).
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -83,8 +85,12 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
         scale = scale.view(shape) if operand.spec.row_scaled else scale
         result = scale if result is None else result * scale
         numerators *= operand.spec.numerator
-    # numerators is exact; its reciprocal is rounded once, to fp32 (in C doubles it would not be).
-    return None if result is None else result * float(torch.tensor(1.0) / numerators)
+    return None if result is None else result * fp32_reciprocal(numerators)
+
+
+def fp32_reciprocal(x: float) -> float:
+    """RN(1 / x) in fp32, as a Python number (no tensor, so nothing waits for a device)."""
+    return struct.unpack("f", struct.pack("f", 1.0 / x))[0]
 
 
 def _epilogue(
