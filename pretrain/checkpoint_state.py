@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from torch.distributed.checkpoint import CheckpointException
 
 from pretrain.checkpoint_io import CheckpointError, dump_json, load_json, write_durably
 from pretrain.checkpoint_layout import rng_name
@@ -54,10 +55,18 @@ def sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> di
     for name, chunk in zip(_names(chunks), chunks):
         state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
     if optimizer is not None:
+        _create_moments(optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=loading, metadata=metadata
         )
     return state
+
+
+def _create_moments(optimizer: Any) -> None:
+    """An optimizer that has made no update yet has no moments: give it zeros."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(part, "is_stub_optimizer", False) and not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _data_parallel_group(chunk: Any) -> Any:
@@ -94,7 +103,7 @@ def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
             loaded = dist_checkpointing.load(state, str(folder))
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{folder} does not fit this model and optimizer: {reason[:500]}"

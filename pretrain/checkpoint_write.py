@@ -26,6 +26,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch.distributed.checkpoint import CheckpointException
 
 from pretrain.checkpoint_agree import on_all
 from pretrain.checkpoint_io import CheckpointError, explain, file_entry
@@ -164,7 +165,8 @@ class ShardWriter:
             if self._calls.get_num_unfinalized_calls() == 0:
                 return True
             return bool(self._calls.maybe_finalize_async_calls(blocking=wait))
-        except Exception as error:  # raised on every rank, with the cause on one
+        # torch's is no Exception; raised on every rank, with the cause on one
+        except (Exception, CheckpointException) as error:
             self._finish = None
             causes = [cause for cause in on_all(lambda: self._results.error) if cause]
             raise CheckpointError(
