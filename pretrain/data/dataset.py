@@ -17,8 +17,10 @@ from pretrain.data.manifest import DataError, Manifest, load_manifest
 from pretrain.data.order import ORDER_VERSION, SourceOrder, derive_key
 from pretrain.data.shards import ShardSet
 
-# Positions are located this many at a time: the arithmetic is on arrays.
+# Positions are located this many at a time: the arithmetic is on arrays. Fewer where epochs are
+# short, since each epoch has keys of its own.
 _BLOCK = 8192
+_SMALL_BLOCK = 64
 
 
 class Dataset:
@@ -44,6 +46,8 @@ class Dataset:
         self.vocab_size = shards[0].manifest.vocab_size
         self.eod_id = shards[0].manifest.eod_id
         self.weights = blend.phases[0][1].resolved
+        shortest = min(order.samples_per_epoch for order in orders)
+        self._block = min(_BLOCK, max(_SMALL_BLOCK, shortest))
         self._blocks: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -57,10 +61,11 @@ class Dataset:
 
     def place(self, sample: int) -> tuple[int, int]:
         """(source, first token) of one sample."""
-        block, offset = divmod(sample, _BLOCK)
+        block, offset = divmod(sample, self._block)
         found = self._blocks.get(block)
         if found is None:
-            source, start = self.locate(np.arange(block * _BLOCK, (block + 1) * _BLOCK))
+            first = block * self._block
+            source, start = self.locate(np.arange(first, first + self._block))
             found = (source.tolist(), start.tolist())
             self._blocks[block] = found
             while len(self._blocks) > 4:

@@ -3,6 +3,7 @@
 
 import hashlib
 import multiprocessing
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -42,6 +43,8 @@ _options: EncodeOptions | None = None
 
 def _start_worker(options: EncodeOptions) -> None:
     global _encoder, _options
+    # Workers are processes; threads inside them would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder, _options = load_encoder(options.tokenizer, options.eod_id), options
 
 
