@@ -55,6 +55,8 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)\b")
+        # megatron-core reads `.grad` of views; the mode below is named as the place.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
 
 
 if __name__ == "__main__":  # saving a checkpoint spawns processes that import this module

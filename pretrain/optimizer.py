@@ -192,17 +192,34 @@ def build_optimizer(
         overlap_param_gather=setting.overlap_param_gather and distributed,
         **setting.extra,
     )
-    no_decay = ParamWithNamePredicate(
-        name="no_weight_decay", fn=lambda param, name: not decays(name, param)
-    )
-    overrides = {ParamKey(with_name_predicate=no_decay): ParamGroupOverride(wd_mult=0.0)}
     return get_megatron_optimizer(
         engine,
         chunks,
-        config_overrides=overrides,
+        config_overrides=_group_overrides(setting.params_dtype, config.name),
         use_gloo_process_groups=False,
         pg_collection=pg_collection,
     )
+
+
+def _group_overrides(params_dtype: torch.dtype, name: str) -> dict[ParamKey, ParamGroupOverride]:
+    """How parameters are told apart: those without weight decay, and those kept in FP32.
+
+    The latter (A_log, D and dt_bias of Mamba layers in a 16-bit model) need a group of their own:
+    the distributed optimizer numbers the parameters of a group in another order than it stores
+    them when the group holds both, and a checkpoint then mixes them up. Naming the optimizer is
+    what makes it another group; it is one of the keys by which a checkpoint finds its groups.
+    """
+    undecayed = ParamWithNamePredicate(
+        name="no_weight_decay", fn=lambda param, name: not decays(name, param)
+    )
+    overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
+    if name == "muon":  # sorts parameters by optimizer itself, and shards nothing
+        return overrides
+    kept = ParamWithNamePredicate(
+        name="kept_in_fp32", fn=lambda param, name: param.dtype is not params_dtype
+    )
+    overrides[ParamKey(with_name_predicate=kept)] = ParamGroupOverride(optimizer="adam")
+    return overrides
 
 
 def has_muon() -> bool:
