@@ -118,6 +118,7 @@ def collect_rules(
                 plan = get_plan(name)
             except ConfigError as error:
                 problems += [f"precision: {problem}" for problem in error.problems]
+                defaults |= dict.fromkeys(gemms, (recipe, source))
                 continue
             if config.recipe is None:
                 recipe, source = plan.recipe, f"plan {name}"
