@@ -97,7 +97,7 @@ def _plan(files: list[InputFile], options: argparse.Namespace) -> str:
         path = Path(tokenizer)
         if not path.is_file():
             raise DataError(f"--tokenizer must name a file or be train:VOCAB; there is no {path}")
-        tokenizer = hashlib.sha256(path.read_bytes()).hexdigest()
+        tokenizer = load_encoder(path, options.eod_id).fingerprint
     inputs = [(f.path.name, f.kind, f.size, f.path.stat().st_mtime_ns) for f in files]
     settings = (options.eod_id, options.valid_fraction, options.text_key, options.shard_tokens)
     plan = json.dumps([1, inputs, tokenizer, settings, options.train_bytes])
@@ -127,13 +127,15 @@ def _prepare_work(output: Path, plan: str) -> Path:
     work = output / _WORK
     if work.exists():
         mark = work / "plan"
-        if mark.exists() and mark.read_text() != plan:
+        same = mark.exists() and mark.read_text() == plan
+        if not same and any(work.glob("piece_*.json")):
             raise DataError(
                 f"{work} holds an interrupted run with other inputs or settings; finish that one, "
                 f"or remove {work} to start anew"
             )
-        if mark.exists():
+        if same:
             return work
+        shutil.rmtree(work)
     elif output.exists() and any(output.iterdir()):
         known = {TOKENIZER_NAME, *SPLITS}
         others = sorted(path.name for path in output.iterdir() if path.name not in known)
@@ -222,7 +224,7 @@ def preprocess(options: argparse.Namespace) -> None:
     _encode([file for file in files if file.size], store, encode, options.workers)
     counts = store.counts
     counts["empty files, skipped"] += empty
-    _check_splits(store, options.valid_fraction)
+    _check_splits(store, options.valid_fraction, work)
     for split in SPLITS if options.valid_fraction > 0 else SPLITS[:1]:
         manifest = Manifest(
             tokenizer_fingerprint=encoder.fingerprint,
@@ -243,12 +245,16 @@ def preprocess(options: argparse.Namespace) -> None:
     shutil.rmtree(work)
 
 
-def _check_splits(store: PieceStore, valid_fraction: float) -> None:
+def _check_splits(store: PieceStore, valid_fraction: float, work: Path) -> None:
+    """Each split has documents, or DataError; then no piece is worth keeping."""
     total = store.documents("train") + store.documents("valid")
+    splits = SPLITS if valid_fraction > 0 else SPLITS[:1]
+    if any(store.documents(split) == 0 for split in splits):
+        shutil.rmtree(work)
     if total == 0:
         shown = ", ".join(f"{count} {name}" for name, count in sorted(store.counts.items()))
         raise DataError(f"the inputs must hold at least one document; they hold none ({shown})")
-    for split in SPLITS if valid_fraction > 0 else SPLITS[:1]:
+    for split in splits:
         if store.documents(split) == 0:
             raise DataError(
                 f"--valid-fraction must leave documents for both splits; of {total} documents "
@@ -292,8 +298,6 @@ def index(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Workers are processes; threads inside them would only compete.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         if arguments[:1] == ["index"]:
             index(_index_parser().parse_args(arguments[1:]))
