@@ -113,6 +113,8 @@ def decode_e2m1(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 [..., 2 n] -> uint8 [..., n], the even column in the low nibble."""
+    if codes.numel() == 0:
+        return codes.new_zeros((*codes.shape[:-1], codes.shape[-1] // 2))
     pairs = codes.contiguous().view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8)
 

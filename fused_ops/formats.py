@@ -294,8 +294,8 @@ class QuantizedTensor:
             scales = self.block_scales()
             if self.spec.block[0] > 1:
                 scales = scales.repeat_interleave(self.spec.block[0], dim=0)[:rows]
-            blocked = values.view(rows, -1, self.spec.block[1])
-            values = blocked.mul_(scales.unsqueeze(-1)).view(rows, -1)
+            blocked = values.view(rows, scales.shape[1], self.spec.block[1])
+            values = blocked.mul_(scales.unsqueeze(-1)).view(values.shape)
         return values[:, :cols].to(dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

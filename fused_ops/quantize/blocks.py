@@ -39,7 +39,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     if block[0] == 1:
         return amax
     tiles = pad_to(amax, roundup(rows, block[0]), amax.shape[1])
-    return tiles.view(-1, block[0], tiles.shape[1]).amax(dim=1)
+    return tiles.view(tiles.shape[0] // block[0], block[0], tiles.shape[1]).amax(dim=1)
 
 
 def per_row(factors: Tensor, block: Block, rows: int) -> Tensor:
@@ -53,7 +53,7 @@ def scale_(x: Tensor, factors: Tensor, block: Block) -> Tensor:
     """x times the factor of its block, one fp32 multiplication an element, in place."""
     rows = x.shape[0]
     factors = per_row(factors, block, rows).unsqueeze(-1)
-    x.view(rows, -1, block[1]).mul_(factors)
+    x.view(rows, x.shape[1] // block[1], block[1]).mul_(factors)
     return x
 
 
@@ -84,12 +84,11 @@ def block_sum(errors: Tensor, block: Block, rows: int) -> Tensor:
     total = errors[0].clone()
     for error in errors[1:]:
         total += error
-    total = total.view(rows, -1)
+    total = total.view(rows, total.numel() // max(rows, 1))
     if block[0] == 1:
         return total
-    tree = pad_to(total, roundup(rows, block[0]), total.shape[1]).view(
-        -1, *block[:1], total.shape[1]
-    )
+    total = pad_to(total, roundup(rows, block[0]), total.shape[1])
+    tree = total.view(total.shape[0] // block[0], block[0], total.shape[1])
     height = block[0]
     while height > 1:
         height //= 2
