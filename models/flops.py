@@ -153,7 +153,7 @@ def fixed_parts(shape: ModelShape, *, causal: bool = True) -> list[FixedPart]:
         if "+" in symbols:
             width = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
         flops = 2 * context * config.num_attention_heads * width * layers
-        reason = "scores, softmax and their product with the values need BF16"
+        reason = "softmax and the products around it"
         parts.append(FixedPart(name="self_attention.core_attention", reason=reason, flops=flops))
     if layers := symbols.count("E"):
         flops = 2.0 * hidden * config.num_moe_experts * layers
