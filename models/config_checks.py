@@ -121,7 +121,12 @@ def _name_problem(key: str, value: Any, names: set[str], multi_latent: bool) -> 
         return f"{where} is not set here: set parallel.{key}"
     if key in _NEEDS_MORE and value:
         return f"{where} needs layers of Transformer Engine or apex, which are not used; remove it"
-    if key.endswith(("_func", "_method")) and key != "activation_func":
+    if key == "recompute_modules" and (broken := sorted({"moe_act", "layernorm"} & set(value))):
+        return (
+            f"{where}: {', '.join(broken)} cannot be recomputed without Transformer Engine; choose "
+            "from core_attn, mlp, moe, shared_experts, mla_up_proj"
+        )
+    if key.endswith(("_func", "init_method")) and key != "activation_func":
         return f"{where} is a function and cannot be set in a file"
     return None
 
@@ -132,6 +137,8 @@ def _convert(key: str, value: Any, hint: Any) -> tuple[Any, str | None]:
         if value in ACTIVATIONS:
             return ACTIVATIONS[value], None
         return None, f"{where} must be one of {', '.join(ACTIVATIONS)}; got {value!r}"
+    if key == "q_lora_rank":  # None is how megatron-core spells "no compression of queries"
+        hint = hint | None
     try:
         return TypeAdapter(hint).validate_python(value), None
     except ValidationError as error:

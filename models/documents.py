@@ -15,7 +15,9 @@ class Documents(PackedSeqParams):
     """The document of each token, int64 [batch, length] over the whole sequence."""
 
     def __init__(self, ids: Tensor) -> None:
-        super().__init__(qkv_format="sbhd")
+        # Rotary embeddings take their length from here.
+        length = ids.shape[1]
+        super().__init__(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
         self.ids = ids
 
 

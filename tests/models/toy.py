@@ -19,6 +19,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from models.config import ModelConfig, ParallelConfig, transformer_config
@@ -76,6 +77,7 @@ def init_groups(parallel=None):
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     # megatron-core's logs of losses are process-global and sized by the first model.
     destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     MTPLossLoggingHelper.tracker = {}
     return ProcessGroupCollection.use_mpu_process_groups()
 
