@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +13,13 @@ from fused_ops.linear import LinearCall, linear
 from fused_ops.quantize import DelayedScaling, quantize
 from fused_ops.recipe import OPERAND_FIELDS, RECIPES, recipe_from_dict
 
+VECTORS = Path(__file__).parent.parent / "data" / "nvfp4_vectors_small.npz"
+NEAREST = replace(
+    RECIPES["nvfp4"],
+    name="nvfp4 with nearest rounding",
+    dgrad_dy=OperandSpec(format="nvfp4"),
+    wgrad_dy=OperandSpec(format="nvfp4", hadamard=16),
+)
 KEY = StreamKey(seed=5, step=17, micro_batch=2, layer=99)
 
 
@@ -121,14 +130,28 @@ def test_leading_axes_and_bias():
 
 def test_error_bands_on_gaussian_data():
     """Relative errors of the three GEMMs of the paper's recipe, nearest rounding, to 2 %."""
-    nearest = OperandSpec(format="nvfp4")
-    rotated = OperandSpec(format="nvfp4", hadamard=16)
-    recipe = replace(RECIPES["nvfp4"], name="rne", dgrad_dy=nearest, wgrad_dy=rotated)
     x, w, dy = data(1024, 512, 512)
     exact = run(LinearCall(recipe=RECIPES["fp32"]), x, w, dy)
-    quantized = run(LinearCall(recipe=recipe, key=KEY), x, w, dy)
+    quantized = run(LinearCall(recipe=NEAREST, key=KEY), x, w, dy)
     for value, expected, band in zip(quantized, exact, (0.145, 0.145, 0.135)):
         assert relative(value, expected) == pytest.approx(band, rel=0.02)
+
+
+def test_gemms_of_the_stored_vectors():
+    """The three products of one layer, computed with Transformer Engine's Python reference."""
+    vectors = np.load(VECTORS)
+    layers = sorted({name.split(".")[0] for name in vectors.files if name.startswith("gemm")})
+    assert layers
+    for layer in layers:
+        x, w, dy = (
+            torch.from_numpy(vectors[f"{layer}.{name}"].astype(np.int16)).view(torch.bfloat16)
+            for name in ("x", "w", "dy")
+        )
+        call = LinearCall(recipe=NEAREST, key=KEY)
+        results = run(call, x.float(), w.float(), dy.float())
+        for value, name in zip(results, ("fprop", "dgrad_rne", "wgrad_rne")):
+            expected = torch.from_numpy(vectors[f"{layer}.{name}"])
+            assert float((value - expected).abs().max() / expected.abs().max()) <= 1e-6
 
 
 def test_gradients_are_unbiased_over_micro_batches():
