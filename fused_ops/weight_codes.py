@@ -51,9 +51,16 @@ class WeightCodes:
         """
         storage = StorageWeakRef(weight.untyped_storage())
         identity = (
-            weight._version, weight.data_ptr(), weight.dtype, weight.device, tuple(weight.shape),
-            weight.stride(), storage.cdata, weights_epoch, variant,
-        )  # fmt: skip
+            weight._version,
+            weight.data_ptr(),
+            weight.dtype,
+            weight.device,
+            tuple(weight.shape),
+            weight.stride(),
+            storage.cdata,
+            weights_epoch,
+            variant,
+        )
         entry = self._entries.get(name)
         if entry is None or entry.identity != identity:
             entry = _Entry(identity, storage, build())

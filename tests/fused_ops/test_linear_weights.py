@@ -235,3 +235,16 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error():
         layer.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_cast_alone_is_seen():
+    """Storage, version and shape as before, another dtype: the bytes mean other numbers."""
+    weight = torch.randn(48, 64).bfloat16()
+    codes = WeightCodes()
+    call = LinearCall(recipe=RECIPES["nvfp4"], weight_codes=codes)
+    first = weight_operand(call, "fprop.w", weight).dequantize()
+    second = weight_operand(call, "fprop.w", weight.view(torch.float16)).dequantize()
+    torch.testing.assert_close(
+        second, quantize(weight.view(torch.float16), call.spec("fprop.w")).dequantize()
+    )
+    assert not torch.equal(first, second)
