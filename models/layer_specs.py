@@ -119,7 +119,7 @@ def _latent_attention(config: Any, provider: SpecProvider) -> ModuleSpec:
             linear_kv_up_proj=column,
             core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=latent_norm if config.q_lora_rank is not None else None,
+            q_layernorm=latent_norm if getattr(config, "q_lora_rank", None) is not None else None,
             kv_layernorm=latent_norm,
         ),
     )
