@@ -10,7 +10,7 @@ from pydantic import Field as Limit
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from pretrain.checkpoint_io import CheckpointError
-from pretrain.checkpoint_layout import candidates, check_contents, step_of
+from pretrain.checkpoint_layout import candidates, check_contents, ever_finished, step_of
 
 
 @config_dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid"))
@@ -61,8 +61,8 @@ class Resumed:
 def find_latest(path: str | Path) -> Found | None:
     """The newest whole checkpoint that `path` means: a step, a checkpoints or a run folder.
 
-    Checksums included. None when there is none; CheckpointError, naming each and why, when there
-    are some but none can be read. Needs no process group.
+    Checksums included. None when none was ever finished; CheckpointError, naming each and why,
+    when there are some but none can be read. Needs no process group.
     """
     skipped: list[str] = []
     for folder in candidates(Path(path)):
@@ -70,6 +70,6 @@ def find_latest(path: str | Path) -> Found | None:
         if reason is None:
             return Found(folder, step_of(folder) or 0, skipped=tuple(skipped))
         skipped.append(reason)
-    if skipped:
+    if skipped and (step_of(Path(path)) is not None or ever_finished(Path(path))):
         raise CheckpointError("\n".join([f"no checkpoint of {path} can be read:", *skipped]))
     return None

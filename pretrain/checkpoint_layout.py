@@ -186,10 +186,20 @@ def prune(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> li
     return doomed
 
 
+def _checkpoints(path: Path) -> Path:
+    """The checkpoints folder of a run folder; any other folder stands for itself."""
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
 def candidates(path: Path) -> list[Path]:
     """The step folders that `path` means, whole or not, newest first: itself, or those of a
     checkpoints folder or of a run folder."""
     if step_of(path) is not None and path.is_dir():
         return [path]
-    inner = path / "checkpoints"
-    return _steps(inner if inner.is_dir() else path)
+    return _steps(_checkpoints(path))
+
+
+def ever_finished(path: Path) -> bool:
+    """Whether a checkpoints folder or a run folder ever held a finished checkpoint."""
+    return scan(_checkpoints(path)).once_complete

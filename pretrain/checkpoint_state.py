@@ -5,6 +5,8 @@ Saved in the layout-free form: a checkpoint written under one tensor, pipeline, 
 parallel size loads under another, optimizer included.
 """
 
+import contextlib
+import gc
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from pretrain.checkpoint_io import CheckpointError, dump_json, load_json, write_durably
 from pretrain.checkpoint_layout import rng_name
-from pretrain.checkpoint_safe import refuse_code
+from pretrain.checkpoint_safe import read_index, refuse_code
 
 # Of an optimizer's parameter group: state that training changes. All else comes from the config.
 _GROUP_STATE = ("step", "lr", "params")
@@ -56,10 +58,25 @@ def sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> di
         state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
     if optimizer is not None:
         _create_moments(optimizer)
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state, is_loading=loading, metadata=metadata
-        )
+        with _quick_collect():
+            state["optimizer"] = optimizer.sharded_state_dict(
+                state, is_loading=loading, metadata=metadata
+            )
     return state
+
+
+@contextlib.contextmanager
+def _quick_collect() -> Iterator[None]:
+    """megatron-core runs a full garbage collection here, half a second over a large program's
+    modules: hide from it all that is older than this moment."""
+    frozen = gc.get_freeze_count() == 0
+    if frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.unfreeze()
 
 
 def _create_moments(optimizer: Any) -> None:
@@ -96,15 +113,17 @@ def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
     Hyperparameters of the optimizer (everything in its parameter groups but the step) stay as this
     run's config made them. CheckpointError when the checkpoint does not fit this model.
     """
+    read_index(folder)  # torch goes on without an index that it cannot read
     hyper = _hyperparameters(optimizer)
     state = sharded_state(chunks, optimizer, loading=True)
     try:
         with refuse_code():
             loaded = dist_checkpointing.load(state, str(folder))
-    except (CheckpointError, MemoryError):
-        raise
     except (Exception, CheckpointException) as error:  # torch's is no Exception
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = _cause(error)
+        if isinstance(cause, CheckpointError | MemoryError):
+            raise cause from None
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise CheckpointError(
             f"{folder} does not fit this model and optimizer: {reason[:500]}"
         ) from error
@@ -116,6 +135,14 @@ def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
     optimizer.load_state_dict(loaded["optimizer"])
     for group, (_, kept) in zip(_groups(optimizer), hyper):
         group.update(kept)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of one rank within torch's summary of all, the plainest one first."""
+    while isinstance(error, CheckpointException) and error.failures:
+        causes = [wrapped[0] for _, wrapped in sorted(error.failures.items())]
+        error = next((e for e in causes if isinstance(e, CheckpointError)), causes[0])
+    return error
 
 
 def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
