@@ -163,9 +163,10 @@ def apply_precision(
 
 def unwrap(chunk: torch.nn.Module) -> Any:
     """The HybridModel inside data-parallel and 16-bit wrappers."""
-    while not hasattr(chunk, "hybrid_layer_pattern"):
-        chunk = chunk.module
-    return chunk
+    model: Any = chunk
+    while not hasattr(model, "hybrid_layer_pattern"):
+        model = model.module
+    return model
 
 
 def named_gemms(model: Any) -> Iterator[tuple[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-GEMMS = ("fprop", "dgrad", "wgrad")
 Gemm = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 PHASES = ("pretraining_forward", "pretraining_backward", "sampler", "rl_trainer")
 
 _STRICT = ConfigDict(

@@ -233,7 +233,10 @@ class PrecisionPlan:
 
     def notes(self) -> list[str]:
         """What is right but may surprise: padding, dtypes, a recipe that nothing uses."""
-        return self.resolution().notes + dimension_notes(self) + dtype_notes(self)
+        notes = self.resolution().notes + dimension_notes(self) + dtype_notes(self)
+        if not self.shape.vocab_size:
+            notes.append("the vocabulary is the data's: shares leave the output layer out")
+        return notes
 
     def flops_share(self) -> dict[str, float]:
         """Share of the training step's GEMM FLOPs by format; sums to 1."""

@@ -230,12 +230,12 @@ def resolve(
         chosen: dict[str, GemmRecipe] = {}
         sources: dict[str, str] = {}
         for gemm in GEMMS:
-            rule = decided.get((module.name, gemm))
-            if rule is None:
+            decision = decided.get((module.name, gemm))
+            if decision is None:
                 chosen[gemm], sources[gemm] = default[gemm]
             else:
-                chosen[gemm] = book.get(rule.recipe, rule.source, result.problems)
-                sources[gemm] = rule.source
+                chosen[gemm] = book.get(decision.recipe, decision.source, result.problems)
+                sources[gemm] = decision.source
         result.recipes[module.name] = compose(chosen)
         result.rules[module.name] = sources
     result.notes += _unused_default(default, decided, modules)
@@ -320,10 +320,10 @@ def raise_precision(recipe: GemmRecipe, step: GemmRecipe, gemms: Sequence[str]) 
     for gemm in gemms:
         recipe = recipe.with_gemm(gemm, step)
     weight = recipe.dgrad_w
-    square = weight.block is not None and weight.block[0] > 1
-    if square and "dgrad" not in gemms and not is_quantized(recipe.fprop_w) and weight.is_fp4:
-        block = (1, weight.block[1])
-        recipe = replace(recipe, dgrad_w=replace(weight, block=block))
+    if "dgrad" not in gemms and not is_quantized(recipe.fprop_w) and weight.is_fp4:
+        rows, columns = weight.block or (1, 0)
+        if rows > 1:
+            recipe = replace(recipe, dgrad_w=replace(weight, block=(1, columns)))
     return recipe
 
 

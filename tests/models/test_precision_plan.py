@@ -243,6 +243,12 @@ def test_padding_is_noted():
     )
 
 
+def test_a_vocabulary_that_only_the_data_knows_is_noted():
+    model = ModelConfig(pattern="*-", megatron=toy.BASE)
+    plan = PrecisionPlan(precision(), model_shape(model))
+    assert plan.notes() == ["the vocabulary is the data's: shares leave the output layer out"]
+
+
 def test_a_pattern_cut_into_stages_has_the_same_table():
     config = precision(recipe="nvfp4", rules=[{"layers": "last 15%", "recipe": "bf16"}])
     whole = plan_table(section("*-M-*E/*-"), config)
