@@ -79,15 +79,18 @@ def elements_first(x: Tensor, block: Block) -> Tensor:
     return x.view(-1, block[1]).t().contiguous()
 
 
-def block_sum(errors: Tensor, block: Block, rows: int) -> Tensor:
-    """Sum of errors (elements first) over each block: columns in order, then rows as a tree."""
+def block_sum(errors: Tensor, block: Block, shape: torch.Size) -> Tensor:
+    """Sum of errors (elements first) over each block: columns in order, then rows as a tree.
+
+    shape: (rows, cols) of the matrix.
+    """
     total = errors[0].clone()
     for error in errors[1:]:
         total += error
-    total = total.view(rows, total.numel() // max(rows, 1))
+    total = total.view(shape[0], shape[1] // block[1])
     if block[0] == 1:
         return total
-    total = pad_to(total, roundup(rows, block[0]), total.shape[1])
+    total = pad_to(total, roundup(shape[0], block[0]), total.shape[1])
     tree = total.view(total.shape[0] // block[0], block[0], total.shape[1])
     height = block[0]
     while height > 1:

@@ -92,5 +92,5 @@ def four_over_six_scales(
         error = nearest_e2m1_(magnitude * encode).mul_(decode).mul_(row_amax).div_(numerator)
         error.sub_(magnitude)
         error = error.abs_() if spec.choice == "4over6_mae" else error.mul_(error)
-        errors.append(block_sum(error, spec.block, x.shape[0]))
+        errors.append(block_sum(error, spec.block, x.shape))
     return torch.where(errors[1] < errors[0], candidates[1], candidates[0])

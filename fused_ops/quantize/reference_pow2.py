@@ -90,5 +90,5 @@ def better_of_two(x: Tensor, spec: OperandSpec, exponent: Tensor, shift: Tensor)
         # In units of the larger scale: powers of two, so the comparison is that of decoded values.
         unit = per_row(power(candidate - exponent), spec.block, rows).reshape(-1)
         error.mul_(unit)
-        errors.append(block_sum(error.mul_(error), spec.block, rows))
+        errors.append(block_sum(error.mul_(error), spec.block, x.shape))
     return torch.where(errors[1] < errors[0], smaller, exponent)

@@ -12,15 +12,25 @@ FLT_MAX = Fraction((2**24 - 1) * 2**104)
 INF = "inf"
 
 
+def floor_log2(x):
+    """Largest e with 2**e <= x, for x > 0."""
+    x = Fraction(x)
+    guess = x.numerator.bit_length() - x.denominator.bit_length()
+    return guess if Fraction(2) ** guess <= x else guess - 1
+
+
+def ceil_log2(x):
+    """Smallest e with 2**e >= x, for x > 0."""
+    return floor_log2(x) if Fraction(2) ** floor_log2(x) == x else floor_log2(x) + 1
+
+
 def round_binary(x, digits, smallest_exponent, largest=None):
     """Nearest number of `digits` significant bits, ties to even; subnormals below the smallest."""
     x = Fraction(x)
     if x == 0:
         return x
-    magnitude, exponent = abs(x), smallest_exponent
-    while magnitude >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    unit = Fraction(2) ** (exponent - digits + 1)
+    magnitude = abs(x)
+    unit = Fraction(2) ** (max(floor_log2(magnitude), smallest_exponent) - digits + 1)
     count, rest = divmod(magnitude, unit)
     if rest * 2 > unit or (rest * 2 == unit and count % 2):
         count += 1
@@ -98,7 +108,7 @@ def e2m1_stochastic(x, u):
 
 
 def e8m0_up(x):
-    return next(code for code in range(255) if Fraction(2) ** (code - 127) >= x or code == 254)
+    return 0 if x == 0 else min(max(ceil_log2(x) + 127, 0), 254)
 
 
 def philox(counter, key):
@@ -186,10 +196,7 @@ def ms_eden_block(xs, amax, word):
 
 def pow2_exponent(amax):
     """Smallest e with 6 * 2**e >= amax."""
-    exponent = -200
-    while 6 * Fraction(2) ** exponent < amax:
-        exponent += 1
-    return exponent
+    return -200 if amax == 0 else ceil_log2(Fraction(amax) / 6)
 
 
 def pow2_block(xs, shift, better=False):
@@ -228,8 +235,5 @@ def fp8_scaled(xs, amax, element="e4m3", pow2=False, largest=FLT_MAX):
     """(codes, fp32 encode scale) of values that share an amax."""
     scale = Fraction(1) if amax == 0 else min(f32(ELEMENT_MAX[element] / amax), largest)
     if pow2:
-        exponent = -140
-        while Fraction(2) ** (exponent + 1) <= scale:
-            exponent += 1
-        scale = Fraction(2) ** exponent
+        scale = Fraction(2) ** floor_log2(scale)
     return [fp8_code(f32(x * scale), element) for x in xs], scale

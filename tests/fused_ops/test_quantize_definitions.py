@@ -71,7 +71,7 @@ def test_nvfp4_row_scaled():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choice", ["4over6_mae", "4over6_mse"])
 def test_four_over_six(kind, choice):
-    x = make_input(kind, (4, 64), seed=6)
+    x = make_input(kind, (2, 64), seed=6)
     amax = Fraction(x.float().abs().max().item())
     compare(
         x,
@@ -143,7 +143,7 @@ def test_mx_over_all_scales():
     x = x.clamp(-1.9, 1.9) * torch.exp2(exponents)
     for name, element in (("mxfp4", "e2m1"), ("mxfp8", "e4m3")):
         q = quantize(x, OperandSpec(format=name))
-        for row in range(0, 254, 3):
+        for row in range(0, 254, 7):
             codes, scale = plain.mx_block([Fraction(v) for v in x[row].tolist()], element)
             got = [c & 0x7F if c & 0x7F == 0 else c for c in codes_of(q)[row].tolist()]
             assert (got, q.scales[row].item()) == (
@@ -240,7 +240,7 @@ def test_stochastic_rounding_over_all_dithers(monkeypatch):
     """All 256 bytes at the grid, between it, beside thresholds, and above the largest value."""
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     points = [low + (high - low) * part / 256 for low, high in itertools.pairwise(grid)
-              for part in (0, 1, 2, 77, 128, 255)] + [6.0, 6.5, 1e30]  # fmt: skip
+              for part in (0, 1, 77, 255)] + [6.0, 6.5, 1e30]  # fmt: skip
     x = torch.tensor([s * p for p in points for s in (1, -1)]).repeat(256, 1)
     every = torch.arange(256, dtype=torch.uint8).view(-1, 1).expand(x.shape)
     monkeypatch.setattr("fused_ops.quantize.rounding.dither_bytes", lambda *a: every)
