@@ -251,6 +251,11 @@ def _attention(values: dict[str, Any], tp: int) -> list[str]:
     if not heads:
         return []
     problems = _divides("num_attention_heads", heads, tp, "num_attention_heads")
+    if "q_lora_rank" in values and values["q_lora_rank"] is None and values.get("qk_layernorm"):
+        problems.append(
+            "qk_layernorm without compressed queries (q_lora_rank null) needs a fused layer of "
+            "Transformer Engine; set q_lora_rank, or qk_layernorm to false"
+        )
     groups = values.get("num_query_groups") or heads
     if heads % groups:
         problems.append(

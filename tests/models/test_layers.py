@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.attention import zigzag_order, zigzag_positions
 from tests.fused_ops.test_mamba2_scan import recurrence
 from tests.models import toy
 
@@ -127,7 +128,8 @@ def test_equals_a_plain_composition(pattern):
         ("*E*E", {"moe_shared_expert_intermediate_size": 32}),
         ("M-M*E", {}),
         ("+-", {}),
-        ("+E", {"qk_layernorm": True, "moe_latent_size": 32, "q_lora_rank": None}),
+        ("+E", {"moe_latent_size": 32, "q_lora_rank": None}),
+        ("+-", {"qk_layernorm": True}),
         ("*-*-/*-", {}),
         ("ME*-/*E/*E", {}),
         ("*E", {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
@@ -218,3 +220,16 @@ def test_sliding_window():
         )
     assert (a[:, 3:8] != b[:, 3:8]).all()
     assert torch.equal(a[:, 8:], b[:, 8:])
+
+
+def test_zigzag():
+    """Gathered pieces in zigzag_order give the positions of the whole sequence in order."""
+    for ranks in (1, 2, 3, 4):
+        length = 8 * ranks
+        held = [
+            zigzag_positions(length // ranks, ranks, rank, torch.device("cpu"))
+            for rank in range(ranks)
+        ]
+        pieces = torch.cat(held).chunk(2 * ranks)
+        whole = torch.cat([pieces[i] for i in zigzag_order(ranks)])
+        assert torch.equal(whole, torch.arange(length))

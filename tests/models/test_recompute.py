@@ -2,6 +2,7 @@
 """Recomputation computes a micro-batch with its own number, so with the same codes and dither."""
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,7 @@ def _prepare(recompute, pattern="M-*E"):
     return chunk, state
 
 
+@cache
 def _run(recompute, pattern="M-*E"):
     """Two micro-batches in flight: forward 0, forward 1, backward 0, backward 1."""
     torch.manual_seed(0)

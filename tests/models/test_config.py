@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model and parallel sections: what is built from them, and every problem at once."""
+
+import dataclasses
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from fused_ops.errors import ConfigError
+from models.config import (
+    ModelConfig,
+    ParallelConfig,
+    model_problems,
+    padded_vocab_size,
+    transformer_config,
+)
+from models.pattern import parse_pattern, pattern_problems, staged_pattern
+from models.presets import preset_names
+from tests.models.toy import megatron_fields
+
+
+def model(pattern="*-", **changes):
+    section = {
+        k: changes.pop(k)
+        for k in list(changes)
+        if k in {f.name for f in dataclasses.fields(ModelConfig)}
+    }
+    return ModelConfig(
+        pattern=pattern, seq_length=32, megatron=megatron_fields(pattern, **changes), **section
+    )
+
+
+def only(problems, *parts):
+    """Exactly one problem, and it says all of this."""
+    assert len(problems) == 1, problems
+    for part in parts:
+        assert part in problems[0]
+
+
+def test_what_follows_from_the_sections():
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
+    config = transformer_config(model("M-*E/*E"), parallel, params_dtype=torch.bfloat16)
+    assert type(config) is TransformerConfig
+    assert (config.num_layers, config.mtp_num_layers) == (4, 1)
+    assert (config.bf16, config.params_dtype, config.pipeline_dtype) == (
+        True,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    assert config.quant_recipe is not None
+    assert config.gradient_accumulation_fusion is False
+    # Batched p2p gives wrong gradients under the interleaved schedule.
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
+    plain = transformer_config(model(), ParallelConfig(), params_dtype=torch.float16)
+    assert (plain.fp16, plain.bf16) == (True, False)
+    assert (plain.overlap_p2p_comm, plain.batch_p2p_comm) == (False, True)
+    latent = transformer_config(model("+-"), ParallelConfig())
+    assert type(latent) is MLATransformerConfig
+    assert latent.multi_latent_attention
+
+
+def test_every_preset_makes_a_config():
+    for name in preset_names():
+        config = transformer_config(ModelConfig(preset=name), ParallelConfig())
+        assert config.num_layers == len(parse_pattern(ModelConfig(preset=name).pattern).layers)
+
+
+def test_keys_override_a_preset():
+    name = preset_names()[0]
+    changed = ModelConfig(preset=name, seq_length=77, megatron={"hidden_dropout": 0.25})
+    assert changed.seq_length == 77
+    assert changed.megatron["hidden_dropout"] == 0.25
+    assert changed.megatron["hidden_size"] == ModelConfig(preset=name).megatron["hidden_size"]
+
+
+def test_strings_become_values_of_the_right_type():
+    config = transformer_config(model(layernorm_epsilon="1e-3"), ParallelConfig())
+    assert config.layernorm_epsilon == 1e-3
+    squared = model(activation_func="squared_relu", gated_linear_unit=False)
+    relu = transformer_config(squared, ParallelConfig()).activation_func
+    assert torch.equal(relu(torch.tensor([-2.0, 3.0])), torch.tensor([0.0, 9.0]))
+
+
+def test_unknown_key_names_the_nearest():
+    problems = model_problems(model(hiden_size=3), ParallelConfig())
+    only(problems, "model.megatron.hiden_size", "did you mean hidden_size?")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("fp8", "e4m3", "no effect without Transformer Engine"),
+        ("fp4_recipe", "nvfp4", "set `precision` instead"),
+        ("first_last_layers_bf16", True, "set `precision` instead"),
+        ("num_layers", 3, "model.pattern"),
+        ("bf16", True, "train.dtype"),
+        ("batch_p2p_comm", True, "pipeline schedule"),
+        ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size"),
+        ("gradient_accumulation_fusion", True, "apex"),
+        ("init_method", "normal", "cannot be set in a file"),
+        ("activation_func", "tanh", "silu, gelu, relu, squared_relu; got 'tanh'"),
+        ("hidden_size", "wide", "valid integer"),
+        ("recompute_modules", ["moe_act", "mlp"], "moe_act cannot be recomputed"),
+        ("multi_latent_attention", True, "'+' is such a layer"),
+    ],
+)
+def test_refused_fields(key, value, says):
+    fields = {**megatron_fields("*-"), key: value}
+    problems = model_problems(ModelConfig(pattern="*-", megatron=fields), ParallelConfig())
+    assert any(f"model.megatron.{key}" in p and says in p for p in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("", "at least one layer"),
+        ("/M", "at least one layer"),
+        ("MX", "'X' is not a layer"),
+        ("MG", "gated delta net"),
+        ("D-", "sparse attention"),
+        ("M||M", "stage without layers"),
+        ("|M", "stage without layers"),
+        ("M/", "after '/'"),
+        ("M/*/M", "after '/'"),
+        ("M/*|M", "after '/'"),
+        ("*-+", "do not mix"),
+        ("*-/+", "do not mix"),
+    ],
+)
+def test_bad_patterns(pattern, says):
+    assert any(says in p for p in pattern_problems(pattern)), pattern_problems(pattern)
+    with pytest.raises(ConfigError):
+        parse_pattern(pattern)
+
+
+def test_stages():
+    assert staged_pattern(parse_pattern("M-*E/*"), 2) == "M-|*E/*"
+    assert staged_pattern(parse_pattern("M-*E"), 2, 2) == "M|-|*|E"
+    assert staged_pattern(parse_pattern("M-*|E"), 2) == "M-*|E"
+    for pattern, pipeline, virtual, says in (
+        ("M-*|E", 1, 1, "cut into 2 stages"),
+        ("M-*|E", 4, 1, "use 3 '|', or none for equal stages"),
+        ("M-*E-", 2, 1, "5 layers"),
+        ("M-*E-", 2, 2, "place 3 '|'"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            staged_pattern(parse_pattern(pattern), pipeline, virtual)
+        assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "layout", "says"),
+    [
+        ("*-", {}, {"tensor_model_parallel_size": 3}, "num_attention_heads (4)"),
+        ("*-", {"num_query_groups": 3}, {}, "multiple of num_query_groups 3"),
+        ("-", {"ffn_hidden_size": 97}, {"tensor_model_parallel_size": 2}, "next one is 98"),
+        ("-", {}, {"sequence_parallel": True}, "tensor_model_parallel_size of 2 or more"),
+        ("-", {}, {"virtual_pipeline_model_parallel_size": 2}, "needs a pipeline"),
+        ("-", {}, {"tensor_model_parallel_size": 0}, "at least 1, got 0"),
+        ("-", {"seq_length": 33}, {"context_parallel_size": 2}, "use 32 or 36"),
+        ("-", {}, {"overlap_param_gather": True}, "overlap_grad_reduce"),
+        ("E", {"num_moe_experts": 3}, {"expert_model_parallel_size": 2}, "next one is 4"),
+        ("E", {"moe_router_topk": 9}, {}, "moe_router_topk 9 is more than"),
+        ("E", {}, {"tensor_model_parallel_size": 2}, "sequence_parallel"),
+        ("E", {"num_moe_experts": None}, {}, "num_moe_experts is needed"),
+        ("-", {"num_moe_experts": 4}, {}, "no layer of experts"),
+        ("E", {"moe_router_enable_expert_bias": True}, {}, "sigmoid"),
+        ("M", {"mamba_num_heads": 9}, {}, "multiple of mamba_num_groups 2"),
+        ("M", {}, {"tensor_model_parallel_size": 4}, "mamba_num_groups (2)"),
+        ("M", {}, {"context_parallel_size": 16}, "mamba heads (8)"),
+        ("-", {"vocab_size": 100}, {"tensor_model_parallel_size": 3}, "padded vocabulary (128)"),
+        ("+-", {"q_lora_rank": None, "qk_layernorm": True}, {}, "q_lora_rank"),
+    ],
+)
+def test_layouts_that_cannot_work(pattern, changes, layout, says):
+    fields = {"seq_length": changes["seq_length"]} if "seq_length" in changes else {}
+    rest = {k: v for k, v in changes.items() if k not in ("seq_length", "vocab_size")}
+    section = ModelConfig(
+        pattern=pattern,
+        vocab_size=changes.get("vocab_size"),
+        megatron=megatron_fields(pattern, **rest),
+        **({"seq_length": 32} | fields),
+    )
+    problems = model_problems(section, ParallelConfig(**layout))
+    assert any(says in p for p in problems), problems
+    with pytest.raises(ConfigError):
+        transformer_config(section, ParallelConfig(**layout))
+
+
+def test_all_problems_at_once():
+    section = ModelConfig(
+        pattern="M-*|X", seq_length=33, megatron={"fp8": "e4m3", "hiden_size": 3, "num_layers": 2}
+    )
+    with pytest.raises(ConfigError) as error:
+        transformer_config(section, ParallelConfig())
+    assert len(error.value.problems) == 4, error.value.problems
+
+
+def test_megatron_core_s_own_refusals_are_config_errors():
+    with pytest.raises(ConfigError, match="megatron-core refuses"):
+        transformer_config(model(recompute_granularity="full"), ParallelConfig())
+
+
+def test_vocabulary_is_padded_whatever_the_layout():
+    section = model(make_vocab_size_divisible_by=128)
+    assert [padded_vocab_size(section, v) for v in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
