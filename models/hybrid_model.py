@@ -13,7 +13,7 @@ from models import micro_batch
 from models.config import ModelConfig, padded_vocab_size
 from models.documents import document_boundaries
 from models.layer_specs import stack_spec
-from models.parallel_linear import GemmModule
+from models.parallel_linear import GemmModule, OutputLayer
 from models.pattern import parse_pattern, staged_pattern
 
 
@@ -104,6 +104,8 @@ def build_model(
             pg_collection=pg_collection,
             vp_stage=stage if virtual > 1 else None,
         )
+        if last:
+            OutputLayer.adopt(chunk.output_layer)
         chunks.append(chunk)
     return chunks
 

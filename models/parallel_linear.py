@@ -113,6 +113,28 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
         return linear(input, weight, bias, call=self.gemm_call(weight, comm))
 
 
+class OutputLayer(layers.ColumnParallelLinear):
+    """megatron-core's output layer, which always stays high; on a CPU its sums are taken in FP32.
+
+    Products of BF16 values are exact in FP32 and the result is rounded once, as BF16 GEMMs do; a
+    CPU without BF16 units multiplies BF16 matrices 3 to 30 times slower than FP32 ones.
+    """
+
+    @classmethod
+    def adopt(cls, module: layers.ColumnParallelLinear) -> "OutputLayer":
+        """Turn the layer that megatron-core's model has built into one of these."""
+        assert type(module) is layers.ColumnParallelLinear, f"cannot adopt {type(module)}"
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        return module
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.is_cuda or input.dtype is torch.float32:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        out = super()._forward_impl(input.float(), weight.float(), *args, **kwargs)
+        return out.to(input.dtype)
+
+
 class RowParallelLinear(GemmModule, layers.RowParallelLinear):
     """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's."""
 
