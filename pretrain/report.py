@@ -19,11 +19,14 @@ from typing import Any
 import yaml
 
 from pretrain import report_sections as sections
+from pretrain.data.manifest import load_manifest
+from pretrain.data.stats import unigram_entropy
 from pretrain.environment import ENVIRONMENT_FILE
 from pretrain.history import METRICS_FILE, Row, split_lines
 from pretrain.redact import mask_secrets, mask_text
 
 REPORT_FILE = "report.html"
+_COUNTED_TOKENS = 20_000_000
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -60,6 +63,7 @@ class Run:
     precision: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     updated: float | None = None
+    unigram_entropy: float | None = None
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -92,6 +96,7 @@ def load_run(run_dir: Path | str) -> Run:
     precision = _text(run, folder / "precision.json")
     found = _parsed(run, "precision.json", precision, _precision)
     run.precision = found or {}
+    run.unigram_entropy = _unigram_entropy(run.config or {})
     return run
 
 
@@ -137,6 +142,19 @@ def _load_metrics(run: Run, path: Path) -> None:
     run.training.sort(key=lambda r: r["step"])
     for points in run.validation.values():
         points.sort()
+
+
+def _unigram_entropy(config: dict[str, Any]) -> float | None:
+    """Of the run's validation data, in nats, where that is one small folder that is still there."""
+    section = config.get("data")
+    folder = section.get("valid") if isinstance(section, dict) else None
+    if not isinstance(folder, str):
+        return None
+    try:
+        small = load_manifest(folder).tokens <= _COUNTED_TOKENS
+        return unigram_entropy(folder) if small else None
+    except (OSError, ValueError):
+        return None
 
 
 def _float(value: Any) -> float:

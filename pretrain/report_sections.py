@@ -262,11 +262,9 @@ def _marks(run: "Run") -> list[Mark]:
 
 
 def _levels(run: "Run") -> list[tuple[float, str]]:
-    for row in run.events:
-        value = row.get("unigram_entropy")
-        if isinstance(value, int | float) and math.isfinite(value):
-            return [(float(value), f"unigram entropy of the data {value:.2f}")]
-    return []
+    if run.unigram_entropy is None:
+        return []
+    return [(run.unigram_entropy, f"unigram entropy {run.unigram_entropy:.3f}")]
 
 
 def _small_figure(
