@@ -108,7 +108,7 @@ def _experts(count: int, topk: int, ffn: int, shared: int | None = None) -> dict
     }
 
 
-def _define_published() -> None:
+def _define_paper() -> None:
     # The hybrids of the NVFP4 paper: no bias, no dropout, no position embedding, untied.
     paper = {"seq_length": 8192, "vocab_size": 131072, "tie_embeddings": False}
     none = {**paper, "position_embedding": "none"}
@@ -141,6 +141,8 @@ def _define_published() -> None:
         **_attention(16, 8),
     )
 
+
+def _define_nemotron3() -> None:
     nano = "MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME"
     _define(
         "nemotron3-nano-30b-a3b",
@@ -168,6 +170,8 @@ def _define_published() -> None:
         mtp_loss_scaling_factor=0.3,
     )
 
+
+def _define_dense() -> None:
     _define(
         "llama3-8b",
         pattern="*-" * 32,
@@ -204,6 +208,9 @@ def _define_published() -> None:
     ):
         sizes = {**_shape(*shape), **_attention(heads, 8)}
         _define(name, "qwen3-8b", pattern="*-" * layers, tie_embeddings=tied, **sizes)
+
+
+def _define_mixtures() -> None:
     _define(
         "qwen3-30b-a3b",
         "qwen3-8b",
@@ -235,6 +242,9 @@ def _define_published() -> None:
         **_experts(32, 4, 2880),
         **_SOFTMAX_ROUTER,
     )
+
+
+def _define_deepseek() -> None:
     _define(
         "deepseek-v3",
         "llama3-8b",
@@ -310,5 +320,12 @@ def _define_experiments() -> None:
         )
 
 
-_define_published()
-_define_experiments()
+for _family in (
+    _define_paper,
+    _define_nemotron3,
+    _define_dense,
+    _define_mixtures,
+    _define_deepseek,
+    _define_experiments,
+):
+    _family()
