@@ -143,37 +143,36 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     The codes are kept in `call.weight_codes` while the weight does not change.
     """
     spec = call.spec(name)
-    if not is_quantized(spec):
-        if spec.source == "forward":
-            weight = weight_operand(call, "fprop.w", weight, expert).dequantize(weight.dtype)
-        return weight if name == "fprop.w" else weight.t()
-    gemm = name.split(".")[0]
-    stochastic = () if not spec.is_random else call.key.operand(name)
-    variant = (spec, sign_key(spec, call.key, gemm), stochastic)
-    if name == "dgrad.w":
-        # Made from the forward's codes or not: the forward's spec belongs to what they are.
-        variant += (call.spec("fprop.w"),)
-    codes = call.weight_codes if call.weight_codes is not None else WeightCodes()
-    return codes.get(
-        (name, expert),
-        weight,
-        call.weights_epoch,
-        variant,
-        lambda: _build(call, name, weight, expert),
-    )
+    if is_quantized(spec):
+        return _weight_codes(call, name, weight, expert)
+    if spec.source == "forward":
+        weight = _weight_codes(call, "fprop.w", weight, expert).dequantize(weight.dtype)
+    return weight if name == "fprop.w" else weight.t()
+
+
+def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
+    spec, gemm = call.spec(name), name.split(".")[0]
+    # What codes depend on besides the weight; those of dgrad may be made from the forward's.
+    dither = call.key.operand(name) if spec.is_random else ()
+    variant = (spec, sign_key(spec, call.key, gemm), dither, call.spec("fprop.w"))
+    kept = call.weight_codes if call.weight_codes is not None else WeightCodes()
+
+    def build() -> QuantizedTensor:
+        return _build(call, name, weight.detach(), expert)
+
+    return kept.get((name, expert), weight, call.weights_epoch, variant, build)
 
 
 def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
-    weight = weight.detach()
-    if name == "fprop.w":
-        return quantize_operand(call, name, weight)
     forward, own = call.spec("fprop.w"), call.spec(name)
+    source, columns = weight, name == "dgrad.w"
+    if columns and own == forward and is_symmetric(own):
+        return _weight_codes(call, "fprop.w", weight, expert).transposed()
     if own.source == "forward":
-        source = weight_operand(call, "fprop.w", weight, expert)
-        return quantize_operand(call, name, source.dequantize(), columns=True)
-    if own == forward and is_symmetric(own):
-        return weight_operand(call, "fprop.w", weight, expert).transposed()
-    return quantize_operand(call, name, weight, columns=True)
+        source = _weight_codes(call, "fprop.w", weight, expert).dequantize()
+    operand = quantize_operand(call, name, source, columns=columns)
+    assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"
+    return operand
 
 
 def is_symmetric(spec: OperandSpec) -> bool:
@@ -185,7 +184,8 @@ def is_symmetric(spec: OperandSpec) -> bool:
 def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> None:
     """Shows an operand to the observer, if there is one."""
     if call.observer is not None:
-        call.observer.observe(*name.split("."), tensor, operand)
+        gemm, which = name.split(".")
+        call.observer.observe(gemm, which, tensor, operand)
 
 
 def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | None]:
@@ -199,7 +199,8 @@ def unpack(tensors: Sequence[Tensor], rest: QuantizedTensor | None) -> Operand:
     """The inverse of pack."""
     if rest is None:
         return tensors[0]
-    return replace(rest, **dict(zip(_tensor_fields(rest), tensors)))
+    changes: dict[str, Any] = dict(zip(_tensor_fields(rest), tensors))
+    return replace(rest, **changes)
 
 
 def _tensor_fields(quantized: QuantizedTensor) -> list[str]:

@@ -216,8 +216,8 @@ MUTATIONS = [
     ),
     Mutation(
         "dgrad_weight_not_requantized", "operands.py",
-        '    if own.source == "forward":\n',
-        "    if False:\n",
+        '    if own.source == "forward":\n        source',
+        "    if False:\n        source",
         ("test_linear.py::test_forward_and_gradients_are_the_composition[nvfp4_requant]",
          "test_linear.py::test_forward_and_gradients_are_the_composition[nvfp4_fast]"),
     ),
