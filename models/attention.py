@@ -112,6 +112,9 @@ class CoreAttention(MegatronModule):
             value = _GatherSequence.apply(value, self.cp_group)
         mask = self._mask(query, key.shape[0], document_ids(packed_seq_params))
         dropout = self.dropout if self.training else 0.0
+        dtype = query.dtype
+        if not query.is_cuda:  # FP32 is up to 20 times faster than BF16 on a CPU, and no less exact
+            query, key, value = query.float(), key.float(), value.float()
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with self._random_state(dropout):
             out = F.scaled_dot_product_attention(
@@ -124,7 +127,7 @@ class CoreAttention(MegatronModule):
                 scale=self.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
 
     def _random_state(self, dropout: float) -> Any:
         # With sequence parallelism megatron-core has forked the state around the whole layer.

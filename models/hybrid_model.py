@@ -26,9 +26,12 @@ class HybridModel(hybrid_model.HybridModel):
         Args:
             cu_seqlens: bounds of the documents in the flattened micro-batch, over whole sequences
                 (context parallelism does not cut it); layers then do not look across them.
+                megatron-core's `packed_seq_params` may carry them instead, as `cu_seqlens_q`.
         """
         if self._gemms and self._gemms[0].precision_state is not None:
             micro_batch.remember(self._gemms[0].precision_state.micro_batch)
+        packed = kwargs.pop("packed_seq_params", None)
+        cu_seqlens = packed.cu_seqlens_q if packed is not None else cu_seqlens
         if cu_seqlens is not None:
             if self.mtp_process:
                 raise ValueError(

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from models.attention import zigzag_order, zigzag_positions
 from tests.fused_ops.test_mamba2_scan import recurrence
@@ -180,6 +181,10 @@ def test_documents_do_not_see_each_other_by_one_bit():
     open_before, open_after = losses(tokens, None), losses(other, None)
     assert not torch.equal(open_before[:, cut:], open_after[:, cut:])
     torch.testing.assert_close(before[:, :cut], open_before[:, :cut])
+
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+    with torch.no_grad():
+        assert torch.equal(toy.loss_of(chunk, packed_seq_params=packed), before)
 
 
 def test_bounds_that_do_not_fit_and_prediction_are_refused():
