@@ -14,6 +14,7 @@ FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's sign vector; repeated for rotations longer than 16."""
 
 _MATRICES: dict[tuple[int, torch.device], Tensor] = {}
+_FIXED: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def hadamard_matrix(size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -32,7 +33,11 @@ def hadamard_matrix(size: int, device: torch.device | str = "cpu") -> Tensor:
 def rotation(size: int, signs: Tensor | None, device: torch.device | str) -> Tensor:
     """R = diag(signs) H / sqrt(size), fp32 [size, size]; None is the fixed vector."""
     if signs is None:
-        signs = torch.tensor(FIXED_SIGNS).repeat(-(-size // 16))[:size]
+        # Kept: a copy from the host in every call would wait for the device.
+        key = (size, torch.device(device))
+        if key not in _FIXED:
+            _FIXED[key] = rotation(size, torch.tensor(FIXED_SIGNS * 8)[:size], device)
+        return _FIXED[key]
     if signs.shape != (size,):
         raise ValueError(
             f"a Hadamard rotation of {size} needs {size} signs; got shape {tuple(signs.shape)}"

@@ -29,7 +29,8 @@ def quantize_mx(x: Tensor, spec: OperandSpec, dither: Dither | None) -> tuple[Te
     """
     assert spec.block is not None
     element = str(spec.element)
-    inverse_max = torch.tensor(1.0 / ELEMENT_MAX[element], device=x.device)
+    # Filled on the device: a copy from the host would wait for it.
+    inverse_max = torch.full((), 1.0 / ELEMENT_MAX[element], device=x.device)
     scales = encode_e8m0_up(block_amax(x, spec.block) * inverse_max)
     fitted = scale_(x, inverse_e8m0(scales), spec.block)
     if spec.is_fp4:

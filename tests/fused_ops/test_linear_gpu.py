@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layer on a GPU: the same codes as on a CPU, and no waiting for the device."""
+
+import pytest
+import torch
+
+from fused_ops.formats import QuantizedTensor
+from fused_ops.grouped_linear import grouped_linear
+from fused_ops.keys import StreamKey
+from fused_ops.linear import LinearCall, linear
+from fused_ops.recipe import RECIPES
+from fused_ops.weight_codes import WeightCodes
+
+pytestmark = pytest.mark.gpu
+KEY = StreamKey(seed=5, step=17, micro_batch=2, layer=99)
+
+
+class Watch:
+    def __init__(self):
+        self.seen = {}
+
+    def observe(self, gemm, operand, tensor, quantized):
+        self.seen[gemm, operand] = quantized
+
+
+def run(name, device, x, w, dy, **options):
+    x = x.to(device, copy=True).requires_grad_()
+    w, dy = torch.nn.Parameter(w.to(device, copy=True)), dy.to(device)
+    call = LinearCall(recipe=RECIPES[name], key=KEY, delayed={}, **options)
+    y = linear(x, w, call=call)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad
+
+
+def data():
+    return torch.randn(200, 192), torch.randn(96, 192) * 0.1, torch.randn(200, 96) * 1e-3
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_cuda_equals_cpu(name):
+    """Codes and scales byte for byte; sums to 1e-6, in another order."""
+    torch.manual_seed(1)
+    tensors, watches = data(), {"cpu": Watch(), "cuda": Watch()}
+    results = {d: run(name, d, *tensors, observer=watch) for d, watch in watches.items()}
+    for key, cpu in watches["cpu"].seen.items():
+        if isinstance(cpu, QuantizedTensor):
+            cuda = watches["cuda"].seen[key]
+            for field in ("codes", "scales", "amax"):
+                equal = torch.equal(getattr(cpu, field), getattr(cuda, field).cpu())
+                assert equal, f"{name} {key}: {field}"
+    for cpu, cuda in zip(results["cpu"], results["cuda"]):
+        assert float((cuda.cpu().double() - cpu).norm() / cpu.double().norm()) < 1e-6
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_waits_for_the_device(name):
+    x, w, dy = (t.cuda().bfloat16() for t in data())
+    flag = torch.zeros((), dtype=torch.bool, device="cuda")
+    w = torch.nn.Parameter(w)
+    w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w, dtype=torch.float32), False
+    call = LinearCall(recipe=RECIPES[name], key=KEY, nonfinite=flag, main_grad=True, delayed={})
+    # Tables (of decoded bytes, of Hadamard matrices) are copied from the host once.
+    linear(x.clone().requires_grad_(), w, call=call).backward(dy)
+    call.weight_codes = WeightCodes()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear(x.clone().requires_grad_(), w, call=call).backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4", "nvfp4_v2", "nvfp4_fast", "mxfp8"])
+def test_grouped_cuda_equals_cpu(name):
+    torch.manual_seed(1)
+    counts = [0, 1, 44, 33]
+    x, w, dy = torch.randn(78, 48), torch.randn(4, 40, 48), torch.randn(78, 40)
+    results = {}
+    for device in ("cpu", "cuda"):
+        a = x.to(device, copy=True).requires_grad_()
+        b = torch.nn.Parameter(w.to(device, copy=True))
+        call = LinearCall(recipe=RECIPES[name], key=KEY)
+        grouped_linear(a, b, counts, call=call).backward(dy.to(device))
+        results[device] = (a.grad, b.grad)
+    for cpu, cuda in zip(results["cpu"], results["cuda"]):
+        assert float((cuda.cpu().double() - cpu).norm() / cpu.double().norm()) < 1e-6
+    assert float(results["cuda"][1][0].abs().max()) == 0.0
