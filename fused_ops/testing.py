@@ -58,7 +58,7 @@ def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensors"
     if count == 0:
         return
     place = tuple(int(i) for i in different.nonzero()[0])
-    sides = [(bit_view(t)[place].item(), t[place].float().item()) for t in (actual, expected)]
+    sides = [(int(bit_view(t)[place].item()), t[place].float().item()) for t in (actual, expected)]
     width = 2 * actual.element_size()
     mask = (1 << 4 * width) - 1
     (bits_a, value_a), (bits_e, value_e) = sides

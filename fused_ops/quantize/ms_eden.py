@@ -56,5 +56,6 @@ def corrected_scales(fitted: Tensor, scales: Tensor, dither: Dither) -> Tensor:
     ratio = square / cross
     usable = (cross != 0) & torch.isfinite(ratio)
     correction = torch.where(usable, ratio, torch.ones_like(ratio)).view(scales.shape)
-    words = block_words(*scales.shape, dither.key, dither.origin, scales.device)
+    rows, blocks = scales.shape
+    words = block_words(rows, blocks, dither.key, dither.origin, scales.device)
     return stochastic_e4m3(decode_fp8(scales) * correction, words[:, :, 0, 0] & 0xFFFFF)

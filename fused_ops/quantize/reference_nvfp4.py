@@ -82,15 +82,16 @@ def four_over_six_scales(
     six = torch.full_like(amaxes, 6.0)
     base = (amaxes / six) * s_enc
     candidates = [encode_fp8(base.clamp(max=FLT_MAX)), encode_fp8((base * 1.5).clamp(max=FLT_MAX))]
-    magnitude = elements_first(x.abs(), spec.block)
+    values = elements_first(x, spec.block)
+    error = torch.empty_like(values)
     numerator = torch.full((), spec.numerator, device=x.device)
     row_amax = amax.unsqueeze(1).expand_as(amaxes).reshape(-1) if spec.row_scaled else amax
     errors = []
     for scales in candidates:
         encode = per_row(block_encode_scale(scales, s_enc), spec.block, x.shape[0]).reshape(-1)
         decode = per_row(decode_fp8(scales), spec.block, x.shape[0]).reshape(-1)
-        error = nearest_e2m1_(magnitude * encode).mul_(decode).mul_(row_amax).div_(numerator)
-        error.sub_(magnitude)
-        error = error.abs_() if spec.choice == "4over6_mae" else error.mul_(error)
+        nearest_e2m1_(torch.mul(values, encode, out=error))
+        error.mul_(decode).mul_(row_amax).div_(numerator).sub_(values)
+        error = error.abs_() if spec.choice == "4over6_mae" else error.square_()
         errors.append(block_sum(error, spec.block, x.shape))
     return torch.where(errors[1] < errors[0], candidates[1], candidates[0])

@@ -81,14 +81,14 @@ def better_of_two(x: Tensor, spec: OperandSpec, exponent: Tensor, shift: Tensor)
     assert spec.block is not None
     rows = x.shape[0]
     smaller = (exponent - 1).clamp_(min=SMALLEST)
-    magnitude = elements_first(x.abs(), spec.block)
+    values = elements_first(x, spec.block)
+    fitted, error = torch.empty_like(values), torch.empty_like(values)
     errors = []
     for candidate in (exponent, smaller):
         factor = per_row(power(-candidate - shift), spec.block, rows).reshape(-1)
-        fitted = magnitude * factor
-        error = nearest_e2m1_(fitted.clone()).sub_(fitted)
+        torch.mul(values, factor, out=fitted)
+        nearest_e2m1_(error.copy_(fitted)).sub_(fitted)
         # In units of the larger scale: powers of two, so the comparison is that of decoded values.
         unit = per_row(power(candidate - exponent), spec.block, rows).reshape(-1)
-        error.mul_(unit)
-        errors.append(block_sum(error.mul_(error), spec.block, x.shape))
+        errors.append(block_sum(error.mul_(unit).square_(), spec.block, x.shape))
     return torch.where(errors[1] < errors[0], smaller, exponent)
