@@ -301,7 +301,12 @@ class CheckpointManager:
 
         with self._cleared_on_error(folder):
             small = on_all(lambda: _explained(write_small, folder))[self._rank]
-            writer = checkpoint_write.ShardWriter(folder, state, forked=self.config.async_save)
+            writer = checkpoint_write.ShardWriter(
+                folder,
+                state,
+                forked=self.config.async_save,
+                replicas=checkpoint_state.data_parallel_group(chunks[0]),
+            )
             self._pending = _Pending(step, folder, writer, small)
         if not self.config.async_save:
             self.wait()

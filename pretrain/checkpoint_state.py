@@ -48,7 +48,7 @@ def _names(chunks: Sequence[Any]) -> list[str]:
 def sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     """megatron-core's sharded state dict of the model chunks and, unless None, the optimizer."""
     metadata = {
-        "dp_cp_group": _data_parallel_group(chunks[0]),
+        "dp_cp_group": data_parallel_group(chunks[0]),
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
@@ -86,14 +86,14 @@ def _create_moments(optimizer: Any) -> None:
             part.init_state_fn(part.optimizer, part.config)
 
 
-def _data_parallel_group(chunk: Any) -> Any:
+def data_parallel_group(chunk: Any) -> Any:
     """The group that holds replicas of the same weights: DistributedDataParallel knows it."""
     group = getattr(chunk, "dp_cp_group", None)
     if group is not None:
         return group
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.getdata_parallel_group(with_context_parallel=True)
 
 
 def local_bytes(state: dict[str, Any]) -> int:

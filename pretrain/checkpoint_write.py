@@ -26,6 +26,10 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
 from pretrain.checkpoint_agree import on_all
@@ -126,11 +130,22 @@ def _write(
     results.put((written, files, None))
 
 
+def _shared_by(replicas: Any) -> Any:
+    """How megatron-core splits the writing: evenly over the ranks with the same weights."""
+    strategy = TorchDistSaveShardedStrategy()
+    if replicas.size() == 1:
+        return strategy
+    return FullyParallelSaveStrategyWrapper(strategy, replicas)
+
+
 class ShardWriter:
     """One checkpoint's shards on their way to the disk. Collective."""
 
-    def __init__(self, folder: Path, state: dict[str, Any], *, forked: bool) -> None:
-        """Plan, copy to the host, and write (or start to). CheckpointError."""
+    def __init__(self, folder: Path, state: dict[str, Any], *, forked: bool, replicas: Any) -> None:
+        """Plan, copy to the host, and write (or start to). CheckpointError.
+
+        `replicas`: the group of ranks that hold the same weights; they share the writing.
+        """
         self.folder = folder
         self._results = _Results(folder, forked)
         self._calls = AsyncCallsQueue()
@@ -138,7 +153,11 @@ class ShardWriter:
         filesystem_async._results_queue = self._results  # a new one for every save
         try:
             request = dist_checkpointing.save(
-                state, str(folder), async_sharded_save=True, async_strategy="mcore"
+                state,
+                str(folder),
+                sharded_strategy=_shared_by(replicas),
+                async_sharded_save=True,
+                async_strategy="mcore",
             )
         finally:
             filesystem_async._results_queue = None

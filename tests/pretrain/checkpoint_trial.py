@@ -95,8 +95,8 @@ class Trial:
     def build(self) -> None:
         """Model, optimizer, scheduler on this process group."""
         tp = self.config.parallel.tensor_model_parallel_size
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tp)
+        if not parallel_state.model_parallel_is_initialized():  # some thirty groups, with threads
+            parallel_state.initialize_model_parallel(tp)
         torch.manual_seed(self.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed)
         bf16 = self.dtype == "bf16"
@@ -212,11 +212,17 @@ class Trial:
         return resumed
 
 
-def start_group(rank: int = 0, world_size: int = 1, store: str | None = None) -> None:
-    """A gloo group of this process; alone without `store`, the path of a file to meet at."""
-    if not dist.is_initialized():
-        place: Any = dist.FileStore(store, world_size) if store else dist.HashStore()
-        dist.init_process_group("gloo", store=place, rank=rank, world_size=world_size)
+def start_group(rank: int = 0, world_size: int = 1, store: str | None = None) -> bool:
+    """A gloo group of this process, alone without `store`, the path of a file to meet at.
+
+    Returns whether there was none before.
+    """
+    if dist.is_initialized():
+        return False
+    parallel_state.destroy_model_parallel()
+    place: Any = dist.FileStore(store, world_size) if store else dist.HashStore()
+    dist.init_process_group("gloo", store=place, rank=rank, world_size=world_size)
+    return True
 
 
 def open_trial(run_dir: Path | str, options: dict[str, Any] | None = None) -> Trial:

@@ -13,6 +13,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from fused_ops.errors import ConfigError
 from pretrain import checkpoint_io, checkpoint_safe
@@ -27,7 +28,11 @@ STEPS = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def _group():
-    start_group()
+    ours = start_group()
+    yield
+    if ours:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,11 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
+
+
+def writer_process(trial):
+    """The forked process of the save in flight."""
+    return trial.manager._pending.writer._calls.async_calls[0].async_caller.process
 
 
 # ---- bitwise
@@ -546,6 +556,7 @@ def test_a_run_folder_deleted_underneath_is_said(tmp_path, asynchronous):
 def test_a_step_folder_deleted_during_an_async_save_is_said(tmp_path):
     trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
     trial.save()
+    writer_process(trial).join()
     shutil.rmtree(step_dir(tmp_path, 0))
     with pytest.raises(CheckpointError, match=r"step_00000000.*(vanished|not written)"):
         trial.manager.wait()
@@ -606,7 +617,7 @@ def test_one_save_in_flight_and_poll_finishes_it(tmp_path):
     trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
     trial.save()
     assert find_latest(tmp_path) is None
-    trial.manager._pending.writer._calls.async_calls[0].async_caller.process.join()
+    writer_process(trial).join()
     assert find_latest(tmp_path) is None
     trial.manager.poll()
     assert find_latest(tmp_path).step == 0
@@ -622,7 +633,7 @@ def test_one_save_in_flight_and_poll_finishes_it(tmp_path):
 def test_abort_stops_the_writer(tmp_path):
     trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
     trial.save()
-    process = trial.manager._pending.writer._calls.async_calls[0].async_caller.process
+    process = writer_process(trial)
     trial.manager.abort()
     process.join(10)
     assert not process.is_alive()
