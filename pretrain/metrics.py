@@ -223,7 +223,7 @@ class _Wandb:
     def start(self) -> None:
         import wandb
 
-        mode = self._config.wandb_mode
+        mode: Any = self._config.wandb_mode
         mode = _reachable_mode() if mode == "auto" else mode
         self._run = wandb.init(
             project=self._config.wandb_project,

@@ -118,7 +118,7 @@ def precision(run: "Run") -> str:
     if not rows:
         return ""
     head = "".join(f"<th{_RIGHT * (c == 'Share')}>{c}</th>" for c in ("Module", "Weight", "Share"))
-    head += "".join(f"<th>{g}</th>" for g in GEMMS) + "<th>Decided by</th>"
+    head += "".join(f"<th>{g}</th>" for g in GEMMS)
     body = []
     previous = None
     for row in rows:
@@ -126,11 +126,11 @@ def precision(run: "Run") -> str:
         start = ' class="group"' if previous is not None and group != previous else ""
         previous = group
         cells = [
-            f"<td><code>{escape(_module_name(row))}</code></td>",
+            f"<td><code>{escape(_module_name(row))}</code>"
+            f"<br><small>{escape(_reason(row))}</small></td>",
             f'<td class="chip">{escape(_plain(row.get("shape")))}</td>',
             f"<td{_RIGHT}>{_percent(row.get('flops_share'))}</td>",
             *(f"<td>{_operands(row.get(g))}</td>" for g in GEMMS),
-            f"<td>{escape(_reason(row))}</td>",
         ]
         body.append(f"<tr{start}>{''.join(cells)}</tr>")
     shares = _shares(run.precision)
@@ -138,7 +138,7 @@ def precision(run: "Run") -> str:
         "<h2>Precision of every GEMM</h2>"
         '<p class="hint">Each cell names the operands of the GEMM, left and right: '
         "activations and weight (fprop), output gradient and weight (dgrad), output gradient and "
-        "activations (wgrad).</p>"
+        "activations (wgrad). Below the name stands what decided it.</p>"
         + (_share_bar(shares) if shares else "")
         + f'<div class="card scroll tall"><table class="gemms"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"

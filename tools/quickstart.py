@@ -144,8 +144,8 @@ def summary(place: Place, seconds: float) -> str:
 
 def sample(place: Place) -> str:
     """Text that the newest checkpoint writes."""
-    command = ["tools.generate", place.checkpoints, "--prompt", PROMPT, "--tokens", 80]
-    return _run(*command, capture=True)
+    words = [place.checkpoints, "--prompt", PROMPT, "--tokens", 80]
+    return _run("tools.generate", *words, capture=True)
 
 
 def _losses(valid: list[tuple[int, float]]) -> str:

@@ -60,8 +60,8 @@ def test_page_shows_the_run(run):
     assert "nvfp4 70.0 % bf16 30.0 %" in page.text
     assert "GEMM work in 4 bits 70 %" in page.text
     assert page.text.count("nvfp4 hadamard16") == 2
-    assert "output_layer \u2013 10.0 % bf16 bf16 bf16" in page.text
-    assert "norms \u2013 \u2013 \u2013 \u2013 \u2013 elementwise" in page.text
+    assert "output_layer logits decide \u2013 10.0 % bf16 bf16 bf16" in page.text
+    assert "norms elementwise \u2013 \u2013 \u2013 \u2013 \u2013" in page.text
     assert "step_00000030" in page.text
     assert "20 skip gradient norm 1.05" in page.text
     assert "3.12.1" in page.text
