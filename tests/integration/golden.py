@@ -38,7 +38,7 @@ def losses(pattern: str, precision: str, folder: Path) -> list[float]:
             train={
                 "steps": STEPS,
                 "global_batch_size": 4,
-                "micro_batch_size": 2,
+                "micro_batch_size": 4,
                 "dtype": "fp32" if precision == "fp32" else "bf16",
             },
             precision={"recipe": "bf16" if precision == "fp32" else precision},
