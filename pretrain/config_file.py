@@ -202,7 +202,7 @@ def decode_all[T](kind: type[T], data: Mapping[str, Any]) -> tuple[T | None, lis
     for detail in errors:
         problems.extend(_explain(kind, detail))
         _remove(rest, detail["loc"])
-    wrong = [str(_path(detail["loc"])[-1]) for detail in errors if detail["loc"]]
+    wrong = [".".join(map(str, _path(detail["loc"]))) for detail in errors]
     try:
         return adapter.validate_json(json.dumps(rest), strict=True), problems, wrong
     except pydantic.ValidationError:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from models.config import ParallelConfig
 
 from fused_ops.errors import ConfigError
+from models.config import ParallelConfig
 from pretrain import cpu_compat
 
 # Read by cuBLAS when its handle is made: without it, sums may come in another order.
