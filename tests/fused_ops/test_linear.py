@@ -276,7 +276,7 @@ def test_main_grad_is_the_sum_over_micro_batches(name):
     for m, (x, _, dy) in enumerate(batches):
         key = replace(KEY, micro_batch=m)
         call = LinearCall(recipe=RECIPES[name], key=key, main_grad=True)
-        linear(x.requires_grad_(), weight, call=call).backward(dy)
+        linear(x.clone().requires_grad_(), weight, call=call).backward(dy)
         assert weight.grad_added_to_main_grad is True
         # The data-parallel hook wants a gradient, ignores it and drops it.
         assert weight.grad.shape == w.shape

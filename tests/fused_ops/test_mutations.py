@@ -280,8 +280,10 @@ def copy(tmp_path):
     shutil.copytree(ROOT / "fused_ops", tmp_path / "fused_ops", ignore=ignore)
     shutil.copytree(ROOT / HERE, tmp_path / HERE, ignore=ignore)
     shutil.copytree(ROOT / "tests/data", tmp_path / "tests/data", ignore=ignore)
-    shutil.copy(ROOT / "tests/distributed.py", tmp_path / "tests")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tools").mkdir()
+    for file in ("tests/distributed.py", "tools/__init__.py", "tools/check_vectors.py",
+                 "pyproject.toml"):  # fmt: skip
+        shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "conftest.py").write_text(
         "import pytest, torch\n\ntorch.set_num_threads(1)\n\n\n"
         "@pytest.fixture(autouse=True)\ndef seed():\n    torch.manual_seed(1234)\n"
