@@ -97,7 +97,9 @@ def test_round_trip_shuffled_and_held_out(tmp_path, texts, tokenizer, capsys):
     assert "other inputs or settings" in capsys.readouterr().err
 
 
-def test_workers_pieces_and_compression_do_not_change_the_shards(tmp_path, texts, tokenizer):
+def test_workers_pieces_and_compression_do_not_change_the_shards(
+    tmp_path, texts, tokenizer, monkeypatch
+):
     write_lines(tmp_path / "in.jsonl", texts)
     content = (tmp_path / "in.jsonl").read_bytes()
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(content))
@@ -107,11 +109,16 @@ def test_workers_pieces_and_compression_do_not_change_the_shards(tmp_path, texts
     small = ["--shard-tokens", "9000", "--valid-fraction", "0.2"]
     run(tmp_path / "in.jsonl", tmp_path / "one", tokenizer, *small)
     run(tmp_path / "in.jsonl", tmp_path / "two", tokenizer, *small, "--workers", "2")
-    run(tmp_path / "in.jsonl", tmp_path / "three", tokenizer, *small, "--piece-tokens", "500")
+    with monkeypatch.context() as patch:
+        patch.setattr("pretrain.data.encode._BATCH_RECORDS", 3)
+        run(tmp_path / "in.jsonl", tmp_path / "three", tokenizer, *small, "--piece-tokens", "500")
     run(tmp_path / "in.jsonl.gz", tmp_path / "four", tokenizer, *small)
     run(tmp_path / "in.jsonl.zst", tmp_path / "five", tokenizer, *small)
     expected = tree(tmp_path / "one")
     assert len([name for name in expected if name.startswith("train/") and ".bin" in name]) > 2
+    # Over several shards, too, each document is there once.
+    found = decode(tmp_path / "one") + decode(tmp_path / "one", "valid")
+    assert sorted(found) == sorted(texts)
     for other in ("two", "three", "four", "five"):
         assert tree(tmp_path / other) == expected
 
