@@ -14,6 +14,7 @@ from fused_ops.quantize import DelayedScaling, operand_amax, quantize
 from fused_ops.quantize.ms_eden import fma, stochastic_e4m3
 from fused_ops.quantize.philox import dither_24, dither_bytes, philox4x32
 from fused_ops.quantize.reference_mx import inverse_e8m0
+from fused_ops.quantize.reference_pow2 import ceil_exponent, power
 from fused_ops.quantize.rounding import Dither, round_e2m1_
 from tests.fused_ops import plain_python as plain
 
@@ -172,6 +173,18 @@ def test_pow2(kind, better):
 
     compare(x, spec, define)
     assert quantize(x, spec).amax == 2688 * 2.0**shift
+
+
+def test_pow2_exponent_over_all_scales():
+    """The smallest power of two that maps to at most 6, at every boundary and one ulp beside it."""
+    middle = torch.tensor([6 * 2.0**e for e in range(-128, 125)])
+    infinity = torch.tensor(float("inf"))
+    x = torch.cat([middle, middle.nextafter(infinity), middle.nextafter(-infinity)])
+    expected = [plain.pow2_exponent(Fraction(v)) for v in x.tolist()]
+    assert ceil_exponent(x).tolist() == expected
+    assert power(torch.arange(-126, 128, dtype=torch.int32)).tolist() == [
+        2.0**e for e in range(-126, 128)
+    ]
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
