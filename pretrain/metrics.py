@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 WANDB_ID_FILE = "wandb_id"
 _QUEUE_ROWS = 4096
-_CLOSE_SECONDS = 20.0
+_INIT_SECONDS = 15
+_CLOSE_SECONDS = 25.0
 _NAME = re.compile(r"[^A-Za-z0-9_./-]")
 
 
@@ -221,11 +222,22 @@ class _Wandb:
         self._run_config = mask_secrets(dict(run_config))
 
     def start(self) -> None:
+        mode: str = self._config.wandb_mode
+        wanted = _reachable_mode() if mode == "auto" else mode
+        try:
+            self._run = self._init(wanted)
+        except Exception as error:
+            if mode != "auto" or wanted == "offline":
+                raise
+            log.warning("wandb cannot be reached (%s); logging offline", type(error).__name__)
+            self._run = self._init("offline")
+        # wandb's own counter never goes back, so a resumed run would lose its repeated steps.
+        self._run.define_metric("*", step_metric="step")
+
+    def _init(self, mode: Any) -> Any:
         import wandb
 
-        mode: Any = self._config.wandb_mode
-        mode = _reachable_mode() if mode == "auto" else mode
-        self._run = wandb.init(
+        return wandb.init(
             project=self._config.wandb_project,
             entity=self._config.wandb_entity,
             name=self._run_dir.name,
@@ -236,12 +248,9 @@ class _Wandb:
             mode=mode,
             # The command line may hold secrets; environment.json has it with those masked.
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=60, x_disable_meta=True
+                silent=True, console="off", init_timeout=_INIT_SECONDS, x_disable_meta=True
             ),
         )
-        # wandb's own counter never goes back, so a resumed run would lose its repeated steps.
-        self._run.define_metric("*", step_metric="step")
-        log.info("wandb: %s, run id %s", mode, self._run.id)
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._run.log({**_numbers(row), "step": row["step"]})
