@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -158,7 +158,8 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
     """Multi-latent attention whose down projections are layers with recipes too.
 
     megatron-core accepts three classes for them and no subclass; they are built as its own column
-    parallel layer and adopted.
+    parallel layer and adopted. It also forgets to sum the gradient of the rotary part of the keys,
+    which all heads share, over the ranks that hold the heads; `_qkv_down_projection` does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,3 +167,19 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(self, name):
                 ColumnParallelLinear.adopt(getattr(self, name))
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [s, b, h] -> compressed queries, and [compressed | rotary] keys and values.
+
+        The latter have all features (megatron-core would gather them itself, without the sum) and,
+        with sequence parallelism, this rank's part of the tokens: gathering those is what sums.
+        """
+        queries, keys = super()._qkv_down_projection(hidden_states)
+        group, latent = self.pg_collection.tp, self.config.kv_lora_rank
+        if group.size() == 1:
+            return queries, keys
+        keys = mappings.gather_from_tensor_model_parallel_region(keys, group=group)
+        if self.config.sequence_parallel:
+            return queries, mappings.scatter_to_sequence_parallel_region(keys, group=group)
+        rotary = mappings.copy_to_tensor_model_parallel_region(keys[..., latent:], group=group)
+        return queries, torch.cat([keys[..., :latent], rotary], -1)

@@ -191,6 +191,9 @@ def test_bounds_that_do_not_fit_and_prediction_are_refused():
     (chunk,), _ = toy.make("*-")
     with pytest.raises(ValueError, match="cu_seqlens must go from 0"):
         toy.loss_of(chunk, cu_seqlens=torch.tensor([0, 5]))
+    (chunk,), _ = toy.make("+-")
+    with pytest.raises(ValueError, match="multi-latent"):
+        toy.loss_of(chunk, cu_seqlens=torch.tensor([0, 2 * toy.SEQ]))
     (chunk,), _ = toy.make("*-/*-")
     with pytest.raises(ValueError, match="multi-token prediction"):
         toy.loss_of(chunk, cu_seqlens=torch.tensor([0, 2 * toy.SEQ]))

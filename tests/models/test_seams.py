@@ -137,6 +137,8 @@ def test_latent_attention_accepts_only_its_own_down_projections():
     where = "models/attention.py MLASelfAttention"
     source = inspect.getsource(multi_latent_attention.MLASelfAttention.__init__)
     seam("Unsupported linear_q_down_proj" in source, where, "the white list is gone: use the spec")
+    source = inspect.getsource(multi_latent_attention.MLASelfAttention.get_query_key_value_tensors)
+    seam("self._qkv_down_projection(" in source, where, "_qkv_down_projection is not called")
     (chunk,), _ = toy.make("+")
     attention = chunk.decoder.layers[0].self_attention
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
