@@ -118,7 +118,8 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     """(dotted key, value) of each `key=value`; the value is YAML. ConfigError lists bad ones."""
-    parsed, problems = [], []
+    parsed: list[tuple[str, Any]] = []
+    problems: list[str] = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
@@ -140,7 +141,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, Any]]) 
 
     Raises ConfigError, naming all overrides that lead nowhere.
     """
-    problems = []
+    problems: list[str] = []
     for key, value in overrides:
         try:
             _set(data, key.split("."), value)

@@ -159,7 +159,8 @@ def _replace_cuda_functions() -> None:
         setattr(torch.cuda, name, replacement)
     for name in ("get_rng_state", "set_rng_state"):
         setattr(torch.cuda.random, name, replacements[name])
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *args: None)
 
 
 def _keep_mode_in_backward(mode: _CudaMeansCpu) -> None:

@@ -13,9 +13,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from models.hybrid_model import build_model
 
 from models.config import transformer_config
+from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
 from pretrain.config import PretrainConfig
 from pretrain.initialize import World, seed_everything
@@ -60,7 +60,7 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
     )
     # DistributedDataParallel decides by this how it scales gradients: set before it is built.
     engine_config.calculate_per_token_loss = True
-    chunks = build_model(config.model, engine_config, world.groups, vocab_size)
+    chunks: list[Any] = build_model(config.model, engine_config, world.groups, vocab_size)
     chunks = [chunk.to(world.device) for chunk in chunks]
     precision_state = PrecisionState(seed=config.run.seed, device=world.device)
     plan = apply_precision(

@@ -161,7 +161,7 @@ def decays(name: str, param: torch.Tensor) -> bool:
 def build_optimizer(
     config: OptimizerConfig,
     setting: OptimizerSetting,
-    chunks: list[torch.nn.Module],
+    chunks: list[Any],
     pg_collection: ProcessGroupCollection,
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over chunks that are wrapped in its DistributedDataParallel."""

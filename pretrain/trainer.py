@@ -81,7 +81,6 @@ class Trainer:
         self._make_run_folder()
         self.checkpoints = CheckpointManager(config.checkpoint, self.run_dir)
         self.callbacks: list[Callback] = list(callbacks)
-        self.loader: TrainLoader | None = None
         try:
             if self.checkpoints.find() is not None:
                 config = override_config(config, config.checkpoint.override)
@@ -111,8 +110,7 @@ class Trainer:
             raise
         finally:
             self._each("close")
-            if self.loader is not None:
-                self.loader.close()
+            self.loader.close()
         self.checkpoints.close()
         return self.state
 
@@ -250,7 +248,7 @@ class Trainer:
 
     def _open_data(self) -> None:
         config, world = self.config, self.world
-        sizes = {
+        sizes: dict[str, Any] = {
             "global_batch_size": config.train.global_batch_size,
             "micro_batch_size": config.train.micro_batch_size,
             "dp_rank": world.data_parallel_rank,

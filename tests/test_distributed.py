@@ -21,23 +21,23 @@ def _sum_of_ranks(offset):
 def _second_fails():
     if os.environ["RANK"] == "1":
         raise ValueError("the second rank says no")
-    time.sleep(60)
+    time.sleep(280)
 
 
 def _sleeps():
-    time.sleep(60)
+    time.sleep(280)
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo")
 def test_results_come_back_by_rank():
-    assert run_distributed(_sum_of_ranks, 2, timeout=60, args=(10,)) == [(0, 21.0), (1, 21.0)]
+    assert run_distributed(_sum_of_ranks, 2, timeout=240, args=(10,)) == [(0, 21.0), (1, 21.0)]
 
 
 def test_a_failing_rank_ends_its_siblings_and_shows_its_log():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"\[rank 1\].*the second rank says no"):
-        run_distributed(_second_fails, 2, timeout=50)
-    assert time.monotonic() - start < 45
+        run_distributed(_second_fails, 2, timeout=240)
+    assert time.monotonic() - start < 235
 
 
 def test_the_time_limit_holds():
