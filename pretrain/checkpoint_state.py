@@ -93,7 +93,7 @@ def data_parallel_group(chunk: Any) -> Any:
         return group
     from megatron.core import parallel_state
 
-    return parallel_state.getdata_parallel_group(with_context_parallel=True)
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def local_bytes(state: dict[str, Any]) -> int:
