@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves that fail, saves in the background, and who may write to a run folder."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from fused_ops.errors import ConfigError
+from pretrain import checkpoint_io
+from pretrain.checkpoint import CheckpointError, find_latest
+from pretrain.checkpoint_layout import MANIFEST
+from tests.pretrain.checkpoint_trial import open_trial, start_group
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    ours = start_group()
+    yield
+    if ours:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def step_dir(run_dir, step):
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def writer_process(trial):
+    """The forked process of the save in flight."""
+    return trial.manager._pending.writer._calls.async_calls[0].async_caller.process
+
+
+# ---- disks and folders that fail
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, monkeypatch, asynchronous):
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": asynchronous}})
+    trial.step()
+    trial.save()
+    trial.manager.wait()
+    trial.step()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filesystem_async, "_write_item", full)
+
+    def save_and_wait():
+        trial.save()
+        trial.manager.wait()
+
+    with pytest.raises(CheckpointError, match=r"_00000002 was not written: the disk of .* full"):
+        save_and_wait()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step_00000001"]
+    assert find_latest(tmp_path).step == 1
+    monkeypatch.undo()
+    trial.save()  # the same process tries again: nothing stale is finished in its name
+    trial.manager.close()
+    assert find_latest(tmp_path).step == 2
+
+
+def test_room_is_checked_before_anything_is_written(tmp_path, monkeypatch):
+    trial = open_trial(tmp_path)
+    monkeypatch.setattr("pretrain.checkpoint.free_bytes", lambda path: 1000)
+    with pytest.raises(CheckpointError, match=r"needs 0.00 GiB.* has 0.00 GiB free"):
+        trial.save()
+    assert not list((tmp_path / "checkpoints").iterdir())
+    trial.manager.close()
+
+
+def test_a_full_disk_at_the_manifest_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    trial = open_trial(tmp_path)
+    real = checkpoint_io.os.replace
+
+    def replace(source, target):
+        if str(target).endswith(MANIFEST):
+            raise OSError(28, "No space left on device")
+        return real(source, target)
+
+    monkeypatch.setattr(checkpoint_io.os, "replace", replace)
+    with pytest.raises(CheckpointError, match=r"is full"):
+        trial.save()
+    monkeypatch.undo()
+    assert find_latest(tmp_path) is None
+    trial.manager.close()
+
+
+def test_a_dead_writer_is_said(tmp_path, monkeypatch):
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
+    monkeypatch.setattr("pretrain.checkpoint_write._bind_to_parent", lambda parent: os._exit(9))
+    trial.save()
+    with pytest.raises(CheckpointError, match=r"the process that wrote .*step_00000000 died"):
+        trial.manager.wait()
+    assert find_latest(tmp_path) is None
+    monkeypatch.undo()
+    trial.save()
+    trial.manager.close()
+    assert find_latest(tmp_path).step == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_folder_deleted_underneath_is_said(tmp_path, asynchronous):
+    run_dir = tmp_path / "run"
+    trial = open_trial(run_dir, {"checkpoint": {"async_save": asynchronous}})
+    shutil.rmtree(run_dir)
+    with pytest.raises(CheckpointError, match=r"run folder .* was deleted while"):
+        trial.save()
+    assert not run_dir.exists()
+    trial.manager.close()
+
+
+def test_a_step_folder_deleted_during_an_async_save_is_said(tmp_path):
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
+    trial.save()
+    writer_process(trial).join()
+    shutil.rmtree(step_dir(tmp_path, 0))
+    with pytest.raises(CheckpointError, match=r"step_00000000.*(vanished|not written)"):
+        trial.manager.wait()
+    trial.manager.close()
+
+
+def test_a_folder_that_may_not_be_written_is_said(tmp_path, monkeypatch):
+    trial = open_trial(tmp_path)
+
+    def denied(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "mkdir", denied)
+    with pytest.raises(CheckpointError, match=r"no permission to write .*step_00000000"):
+        trial.save()
+    monkeypatch.undo()
+    trial.manager.close()
+
+
+def test_a_second_live_run_is_refused(tmp_path):
+    trial = open_trial(tmp_path)
+    with pytest.raises(ConfigError, match=r"belongs to a live run"):
+        open_trial(tmp_path)
+    trial.manager.close()
+    open_trial(tmp_path).manager.close()
+
+
+# ---- in the background
+
+
+def test_an_async_save_holds_the_moment_of_the_save(tmp_path):
+    """Training goes on while the writer writes; what lands is the state at the call."""
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
+    trial.step()
+    trial.save()
+    wanted = trial.weights().clone()
+    losses = [trial.step() for _ in range(3)]
+    trial.manager.close()
+    assert not torch.equal(trial.weights(), wanted)
+    again = open_trial(tmp_path)
+    assert again.resume().step == 1
+    assert torch.equal(again.weights(), wanted)
+    assert [again.step() for _ in range(3)] == losses
+    again.manager.close()
+
+
+def test_one_save_in_flight_and_poll_finishes_it(tmp_path):
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
+    trial.save()
+    assert find_latest(tmp_path) is None
+    writer_process(trial).join()
+    assert find_latest(tmp_path) is None
+    trial.manager.poll()
+    assert find_latest(tmp_path).step == 0
+    trial.step()
+    trial.save()
+    trial.step()
+    trial.save()  # waits for step 1
+    assert find_latest(tmp_path).step == 1
+    trial.manager.close()
+    assert find_latest(tmp_path).step == 2
+
+
+def test_abort_stops_the_writer(tmp_path):
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
+    trial.save()
+    process = writer_process(trial)
+    trial.manager.abort()
+    process.join(10)
+    assert not process.is_alive()
+    assert not (tmp_path / "lock").exists()
