@@ -46,6 +46,7 @@ class GroupedLinear(GemmModule, torch.nn.Module):
         tp_comm_buffer_name: str | None = None,
         name: str | None = None,
     ) -> None:
+        """Signature: that of megatron-core's builders of grouped linear layers."""
         super().__init__()
         self.tp_group, self.ep_group = pg_collection.expt_tp, pg_collection.ep
         self.edp_group, self.skip_bias_add = pg_collection.expt_dp, skip_bias_add
