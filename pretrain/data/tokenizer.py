@@ -49,9 +49,13 @@ class TextEncoder:
         Names of special tokens that occur in the text are encoded as ordinary text.
         """
         pieces = slices(text) if self.sliced else [text]
-        encodings = self.tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
-        ids = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        # One slice at a time: the library's encodings take about a hundred bytes a token.
+        ids = [self._ids(piece) for piece in pieces]
         return np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
+
+    def _ids(self, text: str) -> np.ndarray:
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32)
 
 
 def slices(text: str, size: int = _SLICE) -> Iterator[str]:

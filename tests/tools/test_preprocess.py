@@ -152,9 +152,9 @@ def test_killed_and_started_again_gives_the_same_shards(
 
 @pytest.mark.slow
 def test_a_real_kill_with_workers(tmp_path, texts, tokenizer):
-    write_lines(tmp_path / "in.jsonl", [text + str(i) for i in range(300) for text in texts])
+    write_lines(tmp_path / "in.jsonl", [text + str(i) for i in range(60) for text in texts])
     command = [sys.executable, "-m", "tools.preprocess", "--input", str(tmp_path / "in.jsonl")]
-    command += ["--tokenizer", str(tokenizer), "--piece-tokens", "300000", "--workers", "2"]
+    command += ["--tokenizer", str(tokenizer), "--piece-tokens", "100000", "--workers", "2"]
     child = subprocess.Popen([*command, "--output", str(tmp_path / "cut")], cwd=ROOT)
     deadline = time.time() + 100
     while not list((tmp_path / "cut").glob(".work/piece_000002.json")) and time.time() < deadline:
@@ -225,6 +225,7 @@ def test_slices_do_not_change_the_ids(texts, tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_line_of_50_mb(tmp_path, tokenizer):
     text = "some words, and more words. " * 1_900_000
     write_lines(tmp_path / "in.jsonl", [text, "x" * 3_000_000])
