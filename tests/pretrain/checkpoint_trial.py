@@ -330,7 +330,7 @@ class Ranks:
         for process in self.processes:
             process.join()
 
-    def messages(self, timeout: float = 60.0) -> Iterator[tuple[str, Any, Any]]:
+    def messages(self, timeout: float = 240.0) -> Iterator[tuple[str, Any, Any]]:
         """What rank 0 says, until it ends. TimeoutError with the log after `timeout` of silence."""
         while True:
             if not self.pipes[0].poll(timeout):
@@ -340,7 +340,7 @@ class Ranks:
             except EOFError:
                 return
 
-    def results(self, timeout: float = 60.0) -> list[Any]:
+    def results(self, timeout: float = 240.0) -> list[Any]:
         """What each rank returns. RuntimeError with the log when one failed."""
         found = []
         for pipe in self.pipes:

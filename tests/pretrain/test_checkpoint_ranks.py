@@ -12,7 +12,7 @@ import pytest
 from pretrain.checkpoint import find_latest
 from tests.pretrain.checkpoint_trial import Ranks, run
 
-STEPS = 16
+STEPS = 10
 
 
 def options(**checkpoint):
