@@ -138,10 +138,10 @@ MUTATIONS = [
     ),
     Mutation(
         "stochastic_rounding_on_the_weight", "recipe.py",
-        "    plain, tile = _nvfp4(), _nvfp4(block=(16, 16))\n",
-        '    plain, tile = _nvfp4(), _nvfp4(block=(16, 16), rounding="stochastic")\n',
+        "        dgrad_w=tile,\n",
+        '        dgrad_w=replace(tile, rounding="stochastic"),\n',
         ("test_recipe.py::test_only_gradients_are_rounded_stochastically",
-         "test_linear.py::test_same_key_same_result_and_another_key_another"),
+         "test_recipe.py::test_operands_of_named_recipes[nvfp4-]"),
     ),
     Mutation(
         "one_numerator_for_both_operands", "scaled_matmul/reference.py",
