@@ -24,7 +24,7 @@ LAYOUTS = {
     "ep2": {"expert_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
 }
-QUICK = ("tp2sp", "pp2_virtual2", "ep2", "cp2")
+QUICK = ("tp2sp", "pp2_virtual2", "ep2")
 DENSE = {"tp2": {"tensor_model_parallel_size": 2}}
 
 

@@ -57,14 +57,31 @@ def megatron_fields(pattern, **changes):
     return fields | changes
 
 
+_layouts: list[ParallelConfig] = []
+
+
 def init_groups(parallel=None):
-    """Process groups for a layout; the first call of a process makes the default group."""
+    """Process groups for a layout, random states and megatron-core's global logs as new.
+
+    The groups of the layout before are kept if it is the same one: each has threads of its own.
+    """
     parallel = parallel or ParallelConfig()
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group("gloo")
         else:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not (_layouts == [parallel] and parallel_state.is_initialized()):
+        _initialize(parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    # megatron-core's logs of losses are process-global and sized by the first model.
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossLoggingHelper.tracker = {}
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _initialize(parallel):
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
@@ -74,12 +91,7 @@ def init_groups(parallel=None):
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    # megatron-core's logs of losses are process-global and sized by the first model.
-    destroy_moe_metrics_tracker()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    MTPLossLoggingHelper.tracker = {}
-    return ProcessGroupCollection.use_mpu_process_groups()
+    _layouts[:] = [parallel]
 
 
 def make(pattern, *, parallel=None, dtype=torch.float32, model=None, vocab=VOCAB, **fields):
