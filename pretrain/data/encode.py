@@ -4,6 +4,7 @@
 import hashlib
 import multiprocessing
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -45,7 +46,16 @@ def _start_worker(options: EncodeOptions) -> None:
     global _encoder, _options
     # Workers are processes; threads inside them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder, _options = load_encoder(options.tokenizer, options.eod_id), options
+
+
+def _end_with_parent() -> None:
+    """A killed parent closes no queue: without this its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a worker has a parent"
+    parent.join()
+    os._exit(1)
 
 
 def _encode_task(batch: list[Record]) -> Documents:

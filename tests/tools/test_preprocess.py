@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import zstandard
 from tokenizers import Tokenizer
@@ -159,8 +160,11 @@ def test_a_real_kill_with_workers(tmp_path, texts, tokenizer):
     deadline = time.time() + 100
     while not list((tmp_path / "cut").glob(".work/piece_000002.json")) and time.time() < deadline:
         time.sleep(0.05)
+    workers = psutil.Process(child.pid).children(recursive=True)
     child.send_signal(signal.SIGKILL)
     child.wait(30)
+    assert workers, "two workers were asked for"
+    assert not psutil.wait_procs(workers, timeout=60)[1], "workers outlive their parent"
     for output in ("cut", "whole"):
         arguments = [*command, "--output", str(tmp_path / output)]
         subprocess.run(arguments, cwd=ROOT, check=True, timeout=200)
