@@ -120,6 +120,8 @@ class Generator:
         from pretrain.initialize import initialize
 
         config, layout = self.config, ParallelConfig()
+        if config.train.threads:
+            torch.set_num_threads(config.train.threads)
         world = initialize(layout, device=device, seed=config.run.seed)
         engine = transformer_config(config.model, layout, params_dtype=config.train.torch_dtype)
         vocab_size = config.model.vocab_size or self.encoder.vocab_size
@@ -134,7 +136,8 @@ class Generator:
             chunks = [Float16Module(engine, chunk) for chunk in chunks]
         load_sharded(self.path, chunks, None)
         state.weights_changed()
-        self.device, self.model = world.device, chunks[0].eval()
+        # Weights that need no gradient spare every layer what it would keep for the backward pass.
+        self.device, self.model = world.device, chunks[0].eval().requires_grad_(False)
 
     @torch.no_grad()
     def logits_of(self, ids: Tensor) -> Tensor:

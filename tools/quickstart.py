@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         prepare(place)
         train(place)
-        print(summary(place, time.monotonic() - started))
+        print(summary(place, sample(place), time.monotonic() - started))
     except StepFailed as failure:
         return failure.status
     except KeyboardInterrupt:
@@ -117,7 +117,7 @@ def train(place: Place) -> None:
         raise StepFailed(130)
 
 
-def summary(place: Place, seconds: float) -> str:
+def summary(place: Place, text: str, seconds: float) -> str:
     """What the run reached, where it lies, what the model writes, what to try next."""
     rows = read_metrics(place.run / METRICS_FILE)
     valid = [(row["step"], float(row["val_loss"])) for row in rows if "val_loss" in row]
@@ -129,11 +129,11 @@ def summary(place: Place, seconds: float) -> str:
         "",
         f"Validation loss  {_losses(valid)}; unigram entropy of the text {entropy:.3f}",
         f"Training         {_speed(steps)}",
-        f"Everything       {seconds / 60:.1f} minutes",
+        f"This start       {seconds / 60:.1f} minutes",
         f"The run          {place.run}/: report.html, {METRICS_FILE}, checkpoints/",
         "",
         "It writes:",
-        *(f"    {line}" for line in sample(place).rstrip().splitlines()),
+        *(f"    {line}" for line in text.rstrip().splitlines()),
         "",
         "Next:",
         f'    {python} -m tools.generate {place.checkpoints} --prompt "class "',

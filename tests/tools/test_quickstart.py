@@ -73,7 +73,7 @@ def test_summary_has_the_figures(place, calls, monkeypatch):
 
     write_run(place.run)
     monkeypatch.setattr(quickstart, "unigram_entropy", lambda folder: 6.5)
-    text = summary(place, 90.0)
+    text = summary(place, quickstart.sample(place), 90.0)
     assert "8.250 at step 0, 5.125 at step 60; unigram entropy of the text 6.500" in text
     assert "60 steps, 123\u202fk tokens, 2\u202f300 tokens/s" in text
     assert "1.5 minutes" in text
