@@ -108,6 +108,8 @@ class LinearCall:
     """The layer, for messages."""
     delayed: dict[str, DelayedScaling] | None = None
     """The state of each fp8_delayed operand, by "fprop.x.EXPERT": the layer's own, filled here."""
+    note_amax: bool = True
+    """Whether fp8_delayed operands leave their amax in that state: not in an evaluation."""
     implementation: str | None = None
     """Forces one implementation of quantization and matmul; None: the first that can."""
 

@@ -115,7 +115,7 @@ def _delayed_amax(call: LinearCall, name: str, x: Tensor) -> Tensor:
     spec, slot = call.spec(name), f"{name}.{call.key.expert}"
     if slot not in call.delayed:
         call.delayed[slot] = DelayedScaling(str(spec.element), device=x.device)
-    if x.numel():
+    if x.numel() and call.note_amax:
         call.delayed[slot].observe(operand_amax(x, spec))
     return call.delayed[slot].amax
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_ops.keys import StreamKey, stable_id
 from fused_ops.linear import Comm, LinearCall, Observer, linear
+from fused_ops.quantize import DelayedScaling
 from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
@@ -31,6 +32,8 @@ class GemmModule:
     `models.precision` sets `recipe`, `gemm_name` and `precision_state` on every instance it finds.
     """
 
+    training: bool
+
     def init_gemm(self) -> None:
         """Start with the layer's own dtype and no name."""
         self.recipe: GemmRecipe = HIGH_PRECISION
@@ -39,6 +42,7 @@ class GemmModule:
         self.weight_codes = WeightCodes()
         self.amax_scope = "layout_invariant"
         self.observer: Observer | None = None
+        self.delayed: dict[str, DelayedScaling] = {}
         # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
         # may have written the weight through the flat buffer behind it, which no counter shows.
         self.is_first_microbatch = True
@@ -57,6 +61,8 @@ class GemmModule:
             main_grad=main_grad is not None and main_grad.dtype is torch.float32,
             observer=self.observer,
             name=self.gemm_name,
+            delayed=self.delayed,
+            note_amax=self.training,
         )
         if state is not None:
             call.key = StreamKey(

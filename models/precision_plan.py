@@ -13,6 +13,7 @@ import torch
 
 from fused_ops.errors import ConfigError
 from fused_ops.recipe import GemmRecipe
+from models import delayed
 from models.flops import ModelShape
 from models.gemms import GemmShape
 from models.pattern import parse_pattern
@@ -175,6 +176,10 @@ class PrecisionPlan:
         self._state = state
         self._hand_out()
 
+    def end_step(self, groups: Any) -> None:
+        """After the backward passes of a step: delayed scales move on, shared over `groups`."""
+        delayed.end_step(self._bound, groups)
+
     def _hand_out(self) -> None:
         recipes = self.recipes()
         for name, module in self._bound:
@@ -186,12 +191,14 @@ class PrecisionPlan:
             self._state.phase = self.phase
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule in samples, for checkpoints; plain data."""
+        """The schedule in samples and delayed scales, for checkpoints; a collective if bound."""
         steps = [
             {"from_samples": boundary, **_step_key(step)}
             for boundary, step in zip(self.boundaries or [], self.config.schedule)
         ]
-        return {"consumed_samples": self.consumed_samples, "schedule": steps}
+        state: dict[str, Any] = {"consumed_samples": self.consumed_samples, "schedule": steps}
+        histories = delayed.state_dict(self._bound)
+        return {**state, "delayed": histories} if histories else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the samples at which the steps of a resumed run begin.
@@ -226,6 +233,9 @@ class PrecisionPlan:
             raise ConfigError(problems)
         self.boundaries = boundaries
         self.update(consumed)
+        if self._state is not None:
+            device = self._state.nonfinite.device
+            delayed.load_state_dict(self._bound, state.get("delayed", {}), device)
 
     def table(self) -> list[dict[str, Any]]:
         """One row a linear layer and one for each part that stays high; plain data."""

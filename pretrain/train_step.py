@@ -55,6 +55,7 @@ def train_step(
     optimizer.zero_grad()
     state.nonfinite.zero_()
     sums = run_schedule(engine, micro_batches, forward_only=False)
+    engine.plan.end_step(engine.world.groups)
 
     flags = torch.stack([state.nonfinite.double().reshape(()), sums.new_tensor(stop_requested)])
     totals = torch.cat([sums, flags])
