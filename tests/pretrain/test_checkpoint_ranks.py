@@ -85,6 +85,18 @@ def gone(pid):
         return True
 
 
+def writers_of(ranks):
+    """The forked processes of all ranks that write right now."""
+    return [pid for process in ranks.processes for pid in children(process.pid)]
+
+
+def await_writer(ranks):
+    """Until some rank has forked its writer: a kill now lands in the middle of its work."""
+    end = time.monotonic() + 5
+    while not writers_of(ranks) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
 def kill_during_saves(run_dir, world_size, wanted, kills, seed):
     """Start, kill at a random moment of a save, start again..., then finish; compare everything.
 
@@ -92,6 +104,7 @@ def kill_during_saves(run_dir, world_size, wanted, kills, seed):
     was killed, and give the losses of the run that nobody killed.
     """
     draw = random.Random(seed)
+    asynchronous = wanted["checkpoint"]["async_save"]
     straight = train(world_size, run_dir / "straight", STEPS, options(interval=0))
     losses = straight[0]["losses"]
     killed = run_dir / "killed"
@@ -110,13 +123,16 @@ def kill_during_saves(run_dir, world_size, wanted, kills, seed):
                     begun += 1
                     moment = time.perf_counter()
                     if begun == after or step == STEPS - 1:
-                        time.sleep(draw.uniform(0, 1.2 * length))
+                        if asynchronous and draw.random() < 0.5:
+                            await_writer(ranks)
+                        else:
+                            time.sleep(draw.uniform(0, 1.2 * length))
                         break
                 elif kind == "saved":
                     length = time.perf_counter() - moment
                     # an asynchronous save is finished when the next one returns
-                    finished = step - 1 if wanted["checkpoint"].get("async_save") else step
-            forked = [pid for process in ranks.processes for pid in children(process.pid)]
+                    finished = step - 1 if asynchronous else step
+            forked = writers_of(ranks)
             ranks.kill()
             writers += len(forked)
             end = time.monotonic() + 5
