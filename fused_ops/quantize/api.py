@@ -9,11 +9,15 @@ from torch import Tensor
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec, QuantizedTensor
-from fused_ops.quantize import reference
+from fused_ops.quantize import reference, triton_backend
 from fused_ops.quantize.philox import Key
 
 QUANTIZE = Op("quantize")
+QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
 QUANTIZE.register(Implementation("reference", reference.quantize, always))
+AMAX = Op("operand_amax")
+AMAX.register(Implementation("triton", triton_backend.operand_amax, triton_backend.amax_supports))
+AMAX.register(Implementation("reference", reference.operand_amax, always))
 
 
 def operand_amax(
@@ -39,12 +43,12 @@ def operand_amax(
     """
     _check(x, spec)
     if group_offsets is None:
-        return reference.operand_amax(x, spec, columns, signs)
+        return AMAX(x, spec, columns=columns, signs=signs)
     if spec.row_scaled:
         raise ConfigError("row_scaled operands have an amax a row already: omit group_offsets")
     ends = group_offsets.tolist()
     groups = [x[first:last] for first, last in itertools.pairwise(ends)]
-    return torch.stack([reference.operand_amax(group, spec, columns, signs) for group in groups])
+    return torch.stack([AMAX(group, spec, columns=columns, signs=signs) for group in groups])
 
 
 def quantize(
@@ -131,7 +135,7 @@ def quantize_stale(
 
 def nonfinite_flag(x: Tensor) -> Tensor:
     """True (bool scalar on x's device, no synchronization) if x has an Inf or NaN."""
-    return ~torch.isfinite(reference.matrix_amax(x))
+    return ~torch.isfinite(AMAX(x, OperandSpec()))
 
 
 def _check(x: Tensor, spec: OperandSpec) -> None:

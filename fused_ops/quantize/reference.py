@@ -23,7 +23,9 @@ def matrix_amax(x: Tensor, row_scaled: bool = False) -> Tensor:
     return (magnitude.amax(dim=1) if row_scaled else magnitude.amax()).float()
 
 
-def operand_amax(x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None) -> Tensor:
+def operand_amax(
+    x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
+) -> Tensor:
     """fp32 amax of the operand as it is quantized: rotated and rounded to bf16 if so specified."""
     if spec.hadamard or spec.row_scaled:
         return matrix_amax(orient(x, spec, columns, signs), spec.row_scaled)

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from fused_ops.dispatch import Choice, Implementation, Op, always
-from fused_ops.scaled_matmul import reference
+from fused_ops.scaled_matmul import hopper, reference
 from fused_ops.scaled_matmul.reference import Operand
 
 SCALED_MATMUL = Op("scaled_matmul")
+SCALED_MATMUL.register(Implementation("hopper", hopper.scaled_matmul, hopper.supports))
 SCALED_MATMUL.register(Implementation("reference", reference.scaled_matmul, always))
 SCALED_MATMUL.register(
     Implementation("blackwell_model", reference.blackwell_model, reference.blackwell_model_supports)

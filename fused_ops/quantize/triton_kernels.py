@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizers and amaxes in Triton. The definition, and every byte, is the reference's.
+
+A program takes a tile of blocks; each thread loads whole blocks of 16 values, along a row, or of
+one (fp32) or two (bf16) columns. Written for NVIDIA's Hopper and later; see triton_backend.py for
+what calls them.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005 (the compiler traces types; tuples are its own)
+
+import triton
+import triton.language as tl
+
+from fused_ops.quantize.triton_block_kernels import (
+    FLT_MAX,
+    RN_SIXTH,
+    better_of_two,
+    block_bits,
+    block_factor,
+    e4m3_byte,
+    encode_word,
+    float_of,
+    four_over_six,
+    high_half,
+    load_words,
+    low_half,
+    min_nan,
+    packed_bits,
+    packed_max,
+    philox,
+    pin_int32,
+    pin_int64,
+    pow2_scale,
+    power,
+    rotate,
+    shift_of,
+    tensor_encode,
+    unpack,
+)
+
+TARGETS = ("sm_90", "sm_100", "sm_120")
+
+
+@triton.jit
+def _tile_max(bits, SIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Largest of SIDE neighbours along axis 0, given back to each of them: [ROWS, COLS]."""
+    grouped = tl.reshape(bits, [ROWS // SIDE, SIDE, COLS])
+    top = tl.max(grouped, axis=1)
+    spread = tl.broadcast_to(tl.expand_dims(top, 1), [ROWS // SIDE, SIDE, COLS])
+    return tl.reshape(spread, [ROWS, COLS])
+
+
+@triton.jit
+def _encode(
+    v, bits, amax, k0, k1, row, block,
+    POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr, NUMERATOR: tl.constexpr,
+):  # fmt: skip
+    """Codes (int64), scale byte (uint8) and out-of-range count (int32) of blocks.
+
+    v: 16 fp32 tensors; bits: int32, of their largest magnitude, or that of their tile; amax: of
+    the tensor, fp32 scalar; row, block: global coordinates, uint32, for the dither.
+    CHOICE: 0 none, 1 better_of_two or 4over6_mse, 2 4over6_mae.
+    """
+    outside = bits * 0
+    if POW2:
+        shift = shift_of(amax)
+        exponent, outside = pow2_scale(bits, shift)
+        if CHOICE == 1:
+            exponent = better_of_two(v, exponent, shift)
+        factor = power(-exponent - shift)
+        byte = tl.where(bits < 0x7F800000, (exponent + 7) << 3, 0x7F).to(tl.uint8)
+    else:
+        s_enc, s_dec = tensor_encode(amax, NUMERATOR)
+        a = float_of(bits)
+        if CHOICE == 0:
+            byte = e4m3_byte(min_nan(a * (s_enc * RN_SIXTH), FLT_MAX))
+            factor = block_factor(byte, s_dec)
+        else:
+            byte, factor = four_over_six(v, a, s_enc, s_dec, amax, CHOICE == 1)
+    if STOCHASTIC:
+        r0, r1, r2, r3 = philox(k0, k1, row, block)
+    else:
+        r0, r1, r2, r3 = 0, 0, 0, 0
+    low = encode_word(v, 0, factor, r0, r1, STOCHASTIC)
+    high = encode_word(v, 8, factor, r2, r3, STOCHASTIC)
+    codes = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return codes, byte, outside
+
+
+@triton.jit
+def _load_row_blocks(x_ptr, row, group, inside, stride, BF16: tl.constexpr):
+    """Words of 16 consecutive values of a row for each (row, group); `inside` by clamping.
+
+    Loads outside are of the tensor's first block; the caller masks what is made of them.
+    """
+    size: tl.constexpr = 2 if BF16 else 4  # bytes of a value, and loads of 16 bytes
+    offset = tl.where(inside, row.to(tl.int64) * stride + group * 16, 0) * size
+    address = x_ptr.to(tl.int64) + offset
+    words = ()
+    for part in tl.static_range(0, size):
+        words = words + load_words(address + 16 * part)
+    return words
+
+
+@triton.jit
+def _floats(words):
+    v = ()
+    for i in tl.static_range(0, len(words)):
+        v = v + (float_of(words[i]),)
+    return v
+
+
+@triton.jit
+def _block(words, signs_ptr, BF16: tl.constexpr, HADAMARD: tl.constexpr):
+    """Values of blocks, rotated if so wanted, and bits of their largest magnitudes.
+
+    words: of bf16 pairs (8) or fp32 (16), in the order of a block.
+    """
+    v = unpack(words) if BF16 else _floats(words)
+    if HADAMARD:
+        pairs = rotate(v, signs_ptr)
+        v = unpack(pairs)
+        bits = packed_bits(pairs)
+    elif BF16:
+        bits = packed_bits(words)
+    else:
+        bits = block_bits(v)
+    return v, bits
+
+
+@triton.jit
+def _key(k0, k1, key_ptr, KEY_ON_DEVICE: tl.constexpr):
+    if KEY_ON_DEVICE:
+        k0 = tl.load(key_ptr)
+        k1 = tl.load(key_ptr + 1)
+    return k0.to(tl.uint32), k1.to(tl.uint32)
+
+
+@triton.jit
+def _finish(amax, outside, used_ptr, count_ptr, POW2: tl.constexpr):
+    """The tensor scale of pow2, and its counters of blocks out of range."""
+    if POW2:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(used_ptr, 2688.0 * power(shift_of(amax)))
+        total = tl.sum(tl.reshape(outside, [outside.numel]), axis=0)
+        if total != 0:
+            tl.atomic_add(count_ptr, total & 0xFFFF, sem="relaxed")
+            tl.atomic_add(count_ptr + 1, total >> 16, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "k0", "k1", "row0", "block0"])
+def quantize_rows(
+    x_ptr, amax_ptr, signs_ptr, key_ptr, codes_ptr, scales_ptr, used_ptr, count_ptr,
+    rows, blocks, stride, k0, k1, row0, block0,
+    BF16: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr,
+    NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    KEY_ON_DEVICE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """[rows, 16 blocks] -> codes int64 [rows, blocks], scales uint8 [rows (/ 16), blocks].
+
+    TILE: 16 rows share a scale. Grid: tiles of ROWS x GROUPS blocks.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    inside = (row < rows) & (group < blocks)
+    words = _load_row_blocks(x_ptr, row, group, inside, stride, BF16)
+    v, bits = _block(words, signs_ptr, BF16, HADAMARD)
+    bits = tl.where(inside, bits, 0)
+    if TILE:
+        bits = _tile_max(bits, 16, ROWS, GROUPS)
+    amax = tl.load(amax_ptr)
+    key0, key1 = _key(k0, k1, key_ptr, KEY_ON_DEVICE)
+    zero = bits * 0
+    codes, byte, outside = _encode(
+        v, bits, amax, key0, key1,
+        (zero + row + row0).to(tl.uint32), (zero + group + block0).to(tl.uint32),
+        POW2, STOCHASTIC, CHOICE, NUMERATOR,
+    )  # fmt: skip
+    offset = row.to(tl.int64) * blocks + group
+    tl.store(codes_ptr + offset, codes, mask=inside)
+    if TILE:
+        first = inside & (row % 16 == 0)
+        tl.store(scales_ptr + (row // 16).to(tl.int64) * blocks + group, byte, mask=first)
+        outside = tl.where(first, outside, 0)
+    else:
+        tl.store(scales_ptr + offset, byte, mask=inside)
+    _finish(amax, outside, used_ptr, count_ptr, POW2)
+
+
+@triton.jit
+def _load_column_words(x_ptr, block, word, inside, rows, stride, EVEN: tl.constexpr):
+    """32-bit words of 16 consecutive rows for each (block of rows, word of a row).
+
+    stride: words in a row. EVEN: rows is a multiple of 16, so that only `inside` masks.
+    """
+    first = block.to(tl.int64) * 16
+    words = ()
+    for i in tl.static_range(0, 16):
+        mask = inside if EVEN else inside & (first + i < rows)
+        words = words + (tl.load(x_ptr + (first + i) * stride + word, mask=mask, other=0),)
+    return words
+
+
+@triton.jit
+def _column(words, half: tl.constexpr, signs_ptr, BF16: tl.constexpr, HADAMARD: tl.constexpr):
+    """As _block, of one of the columns in words of 16 rows."""
+    v = ()
+    for i in tl.static_range(0, 16):
+        if BF16:
+            v = v + (high_half(words[i]) if half else low_half(words[i]),)
+        else:
+            v = v + (float_of(words[i]),)
+    if HADAMARD:
+        pairs = rotate(v, signs_ptr)
+        v = unpack(pairs)
+        bits = packed_bits(pairs)
+    elif BF16:
+        top = packed_max(words)  # of both columns: computed once
+        bits = top & -65536 if half else top << 16
+    else:
+        bits = block_bits(v)
+    return v, bits
+
+
+@triton.jit(do_not_specialize=["rows", "k0", "k1", "row0", "block0"])
+def quantize_columns(
+    x_ptr, amax_ptr, signs_ptr, key_ptr, codes_ptr, scales_ptr, used_ptr, count_ptr,
+    rows, cols, blocks, k0, k1, row0, block0,
+    BF16: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr,
+    NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr,
+    KEY_ON_DEVICE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, cols] -> its transpose: codes int64 [cols, blocks], scales likewise.
+
+    TILE: 16 columns share a scale. Grid: tiles of BLOCKS x 16 rows, WORDS x 4 bytes of
+    columns. cols is even for bf16.
+    """
+    per_word: tl.constexpr = 2 if BF16 else 1
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    inside = (block < blocks) & (word * per_word < cols)
+    words = _load_column_words(x_ptr, block, word, inside, rows, cols // per_word, EVEN)
+    amax = tl.load(amax_ptr)
+    key0, key1 = _key(k0, k1, key_ptr, KEY_ON_DEVICE)
+    if TILE:
+        top = packed_bits(words) if BF16 else block_bits(_floats(words))
+        top = tl.trans(_tile_max(tl.trans(top), 16 // per_word, WORDS, BLOCKS))
+    total = tl.zeros([BLOCKS, WORDS], tl.int32)
+    for half in tl.static_range(0, per_word):
+        v, bits = _column(words, half, signs_ptr, BF16, HADAMARD)
+        bits = top if TILE else bits
+        column = word * per_word + half
+        zero = bits * 0
+        codes, byte, outside = _encode(
+            v, bits, amax, key0, key1,
+            (zero + column + row0).to(tl.uint32), (zero + block + block0).to(tl.uint32),
+            POW2, STOCHASTIC, CHOICE, NUMERATOR,
+        )  # fmt: skip
+        offset = column.to(tl.int64) * blocks + block
+        tl.store(codes_ptr + offset, pin_int64(codes), mask=inside)
+        byte = pin_int32(byte.to(tl.int32)).to(tl.uint8)
+        if TILE:
+            first = inside & (column % 16 == 0)
+            tl.store(scales_ptr + (column // 16).to(tl.int64) * blocks + block, byte, mask=first)
+            total += tl.where(first, outside, 0)
+        else:
+            tl.store(scales_ptr + offset, byte, mask=inside)
+            total += tl.where(inside, outside, 0)
+    _finish(amax, total, used_ptr, count_ptr, POW2)
+
+
+@triton.jit
+def _finite_only(bits, FINITE: tl.constexpr):
+    return tl.where(bits < 0x7F800000, bits, 0) if FINITE else bits
+
+
+@triton.jit
+def amax_flat(x_ptr, out_ptr, words, BF16: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr):
+    """Largest magnitude of `words` 32-bit words into out (fp32 bits, int32, zero before)."""
+    first = tl.program_id(0).to(tl.int64) * (SIZE * ITERS)
+    top = tl.zeros([SIZE], tl.int32)
+    for i in tl.static_range(0, ITERS):
+        offset = first + i * SIZE + tl.arange(0, SIZE)
+        word = tl.load(x_ptr + offset, mask=offset < words, other=0)
+        if BF16:
+            word = tl.maximum((word & 0x7FFF) << 16, word & 0x7FFF0000)
+        top = tl.maximum(top, word & 0x7FFFFFFF)
+    tl.atomic_max(out_ptr, tl.max(top, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def amax_rows(
+    x_ptr, signs_ptr, out_ptr, rows, blocks, stride,
+    BF16: tl.constexpr, HADAMARD: tl.constexpr, FINITE: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Amax over row blocks, rotated or not; FINITE leaves out blocks with Inf or NaN."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    inside = (row < rows) & (group < blocks)
+    words = _load_row_blocks(x_ptr, row, group, inside, stride, BF16)
+    _, bits = _block(words, signs_ptr, BF16, HADAMARD)
+    bits = _finite_only(tl.where(inside, bits, 0), FINITE)
+    tl.atomic_max(out_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def amax_columns(
+    x_ptr, signs_ptr, out_ptr, rows, cols, blocks,
+    BF16: tl.constexpr, HADAMARD: tl.constexpr, FINITE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Amax over column blocks: see amax_rows and quantize_columns."""
+    per_word: tl.constexpr = 2 if BF16 else 1
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    inside = (block < blocks) & (word * per_word < cols)
+    words = _load_column_words(x_ptr, block, word, inside, rows, cols // per_word, EVEN)
+    top = tl.zeros([BLOCKS, WORDS], tl.int32)
+    for half in tl.static_range(0, per_word):
+        _, bits = _column(words, half, signs_ptr, BF16, HADAMARD)
+        top = tl.maximum(top, _finite_only(bits, FINITE))
+    top = tl.where(inside, top, 0)
+    tl.atomic_max(out_ptr, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _pack_e4m3(v, first: tl.constexpr):
+    """Elements first .. first + 3 as E4M3 bytes of an int32, nearest even, saturating."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 a, b;
+        cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
+        mov.b32 $0, {a, b}; }""",
+        "=r,r,r,r,r",
+        [v[first], v[first + 1], v[first + 2], v[first + 3]],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _pack_bf16(v, first: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,r,r",
+        [v[first], v[first + 1]],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _store_words(address, w0, w1, w2, w3, inside):
+    """16 bytes at each int64 address, where inside (int32) is not zero."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; setp.ne.s32 p, $6, 0;
+        @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }""",
+        "=r,l,r,r,r,r,r",
+        [address, w0, w1, w2, w3, inside],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode_blocks(
+    codes_ptr, scales_ptr, out_ptr, rows, blocks,
+    E4M3: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """NVFP4 -> code * block scale: exact bf16, or times 2**-SHIFT rounded to E4M3.
+
+    codes int64 (bf16: int32) [rows, words], scales uint8 -> out [rows, 16 blocks], 16 bytes a
+    thread. Grid: SIZE words each; words are blocks, or for bf16 half blocks.
+    """
+    half: tl.constexpr = 0 if E4M3 else 1
+    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = index < (rows.to(tl.int64) * blocks << half)
+    code = tl.load(codes_ptr + index, mask=inside, other=0)
+    place = index >> half
+    if TILE:
+        place = (place // blocks // 16) * blocks + place % blocks
+    scale = tl.load(scales_ptr + place, mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
+    scale = scale.to(tl.float32) * (2.0**-SHIFT)
+    v = ()
+    for i in tl.static_range(0, 16 >> half):
+        nibble = (
+            code.to(tl.int32) >> (4 * i) if i < 8 else (code >> 32).to(tl.int32) >> (4 * i - 32)
+        )
+        # The three bits as the top of a subnormal or small float: 2**126 makes E2M1 of it.
+        bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
+        v = v + ((float_of(bits) * (2.0**126)) * scale,)
+    mask = inside.to(tl.int32)
+    address = out_ptr.to(tl.int64) + index * 16
+    if E4M3:
+        _store_words(
+            address, _pack_e4m3(v, 0), _pack_e4m3(v, 4), _pack_e4m3(v, 8), _pack_e4m3(v, 12), mask
+        )
+    else:
+        _store_words(
+            address, _pack_bf16(v, 0), _pack_bf16(v, 2), _pack_bf16(v, 4), _pack_bf16(v, 6), mask
+        )

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuBLASLt through ctypes: a . b^T with alpha read from device memory, and C added with beta 1.
+
+torch offers neither: `addmm` takes alpha from the host, `scaled_mm` has no C. The library is the
+one that torch loaded. Source: the cuBLAS manual, section cuBLASLt.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DATA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+_COMPUTE_32F = 68
+_POINTER_MODE, _TRANSA, _FAST_ACCUM = 2, 3, 25
+_POINTER_MODE_DEVICE = 1
+_MAX_WORKSPACE_BYTES = 1
+_WORKSPACE = 32 << 20
+_LIBRARIES = ("libcublasLt.so.13", "libcublasLt.so.12")
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@functools.cache
+def library() -> Any:
+    """The loaded library, or None where there is none."""
+    for name in _LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _call(name: str, *args: Any) -> None:
+    status = getattr(library(), name)(*args)
+    if status != 0:
+        raise RuntimeError(f"{name} failed with cuBLAS status {status}")
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+@functools.cache
+def _constants(device: int, stream: int) -> tuple[Tensor, Tensor]:
+    """Workspace, and 0 and 1 in fp32, of a stream."""
+    place = torch.device("cuda", device)
+    return (
+        torch.empty(_WORKSPACE, dtype=torch.uint8, device=place),
+        torch.arange(2, dtype=torch.float32, device=place),
+    )
+
+
+def _layout(dtype: torch.dtype, rows: int, cols: int, leading: int) -> ctypes.c_void_p:
+    layout = ctypes.c_void_p()
+    _call(
+        "cublasLtMatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPES[dtype],
+        ctypes.c_uint64(rows), ctypes.c_uint64(cols), ctypes.c_int64(leading),
+    )  # fmt: skip
+    return layout
+
+
+def _describe() -> ctypes.c_void_p:
+    """Operation: fp32 sums, first operand transposed, alpha and beta on the device."""
+    operation = ctypes.c_void_p()
+    _call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, 0)
+    for attribute, value in ((_POINTER_MODE, _POINTER_MODE_DEVICE), (_TRANSA, 1)):
+        data = ctypes.c_int32(value)
+        _call(
+            "cublasLtMatmulDescSetAttribute", operation, attribute, ctypes.byref(data),
+            ctypes.c_size_t(4),
+        )  # fmt: skip
+    # Every partial sum in fp32: the fast kind keeps 14 bits of FP8 products.
+    fast = ctypes.c_int8(0)
+    _call(
+        "cublasLtMatmulDescSetAttribute", operation, _FAST_ACCUM, ctypes.byref(fast),
+        ctypes.c_size_t(1),
+    )  # fmt: skip
+    return operation
+
+
+@functools.cache
+def _plan(
+    device: int,
+    shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> tuple[Any, ...]:
+    """Descriptors and algorithm of one shape, in cuBLASLt's column order: out^T = b a^T."""
+    m, n, k = shape
+    operation = _describe()
+    first, second = _layout(dtypes[1], k, n, k), _layout(dtypes[0], k, m, k)
+    out = _layout(dtypes[2], n, m, n)
+    preference = ctypes.c_void_p()
+    _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+    size = ctypes.c_uint64(_WORKSPACE)
+    _call(
+        "cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE_BYTES,
+        ctypes.byref(size), ctypes.c_size_t(8),
+    )  # fmt: skip
+    result, found = _Heuristic(), ctypes.c_int()
+    _call(
+        "cublasLtMatmulAlgoGetHeuristic", _handle(device), operation, first, second, out, out,
+        preference, 1, ctypes.byref(result), ctypes.byref(found),
+    )  # fmt: skip
+    _call("cublasLtMatmulPreferenceDestroy", preference)
+    if not found.value:
+        raise RuntimeError(f"cuBLASLt has no algorithm for {shape} of {dtypes}")
+    return operation, first, second, out, result
+
+
+def matmul(
+    a: Tensor, b: Tensor, alpha: Tensor | None, *, out: Tensor, accumulate: bool = False
+) -> Tensor:
+    """out = alpha a . b^T, or out += alpha a . b^T, summed in fp32.
+
+    Args:
+        a: [M, K], b: [N, K]: contiguous bf16, fp16 or FP8 (then all sizes multiples of 16).
+        alpha: fp32 scalar on the device; None is 1.
+        out: contiguous [M, N], bf16, fp16 or fp32.
+    """
+    device = a.device.index
+    stream = torch.cuda.current_stream(a.device).cuda_stream
+    workspace, numbers = _constants(device, stream)
+    shape = (a.shape[0], b.shape[0], a.shape[1])
+    with torch.cuda.device(a.device):
+        operation, first, second, layout, result = _plan(
+            device, shape, (a.dtype, b.dtype, out.dtype)
+        )
+        _call(
+            "cublasLtMatmul", _handle(device), operation,
+            ctypes.c_void_p((numbers[1:] if alpha is None else alpha).data_ptr()),
+            ctypes.c_void_p(b.data_ptr()), first, ctypes.c_void_p(a.data_ptr()), second,
+            ctypes.c_void_p(numbers[1 if accumulate else 0 :].data_ptr()),
+            ctypes.c_void_p(out.data_ptr()), layout, ctypes.c_void_p(out.data_ptr()), layout,
+            ctypes.byref(result), ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.c_size_t(_WORKSPACE), ctypes.c_void_p(stream),
+        )  # fmt: skip
+    return out

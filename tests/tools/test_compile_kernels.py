@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from tools import compile_kernels
+
+pytest.importorskip("triton")
+
+
+def test_a_kernel_compiles_without_a_gpu(capsys):
+    assert compile_kernels.main(["--target", "sm_90", "--only", "amax_flat"]) == 0
+    line = capsys.readouterr().out
+    assert "amax_flat" in line
+    assert "tensor core none" in line
+    assert int(line.split("registers ")[1].split(",")[0]) > 8
+
+
+def test_a_kernel_that_does_not_list_the_target(monkeypatch, capsys):
+    other = compile_kernels.Variant("amax_flat", "x", {}, 4, targets=("sm_100",))
+    monkeypatch.setattr(compile_kernels, "variants", lambda: [other])
+    assert compile_kernels.main(["--target", "sm_90"]) == 0
+    assert "not for this target" in capsys.readouterr().out
+
+
+def test_a_failure_is_named_and_fails(monkeypatch, capsys):
+    broken = compile_kernels.Variant("no_such_kernel", "x", {}, 4)
+    monkeypatch.setattr(compile_kernels, "variants", lambda: [broken])
+    assert compile_kernels.main(["--target", "sm_90"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_every_quantizer_is_compiled_in_both_directions():
+    found = {(v.kernel, v.label) for v in compile_kernels.variants()}
+    rows = {label for kernel, label in found if kernel == "quantize_rows"}
+    assert rows == {label for kernel, label in found if kernel == "quantize_columns"}
+    assert len(rows) >= 8

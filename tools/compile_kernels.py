@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the Triton kernels for a GPU that need not be there.
+
+    python -m tools.compile_kernels --target sm_90|sm_100|sm_120 [--only NAME]
+
+Prints registers, shared memory and the tensor-core instruction of each variant. Exits 0 only if
+all kernels that list the target compile. What is only compiled has not run.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("sm_90", "sm_100", "sm_120")
+TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async\S*|tcgen05\.mma\S*|mma\.sync\S*)")
+
+_TYPES = {
+    "x_ptr": "*i32",
+    "amax_ptr": "*fp32",
+    "signs_ptr": "*fp32",
+    "key_ptr": "*i64",
+    "codes_ptr": "*i64",
+    "scales_ptr": "*u8",
+    "used_ptr": "*fp32",
+    "count_ptr": "*i32",
+    "out_ptr": "*i32",
+}
+_ALIGNED = ("cols", "blocks", "stride", "words")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its compile-time arguments."""
+
+    kernel: str
+    label: str
+    constants: dict[str, Any]
+    warps: int
+    types: dict[str, str] = field(default_factory=dict)
+    targets: tuple[str, ...] = TARGETS
+
+
+def variants() -> list[Variant]:
+    """What is launched in training, with the tiles in use."""
+    from fused_ops.quantize.triton_backend import AMAX_TILE, COLUMN_TILE, ROW_TILE, ROW_TILE_2D
+
+    base: dict[str, Any] = {
+        "BF16": True, "POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0,
+        "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False,
+    }  # fmt: skip
+    kinds: dict[str, dict[str, Any]] = {
+        "1x16": {},
+        "1x16 stochastic": {"STOCHASTIC": True},
+        "1x16 hadamard stochastic": {"STOCHASTIC": True, "HADAMARD": True},
+        "1x16 4over6": {"CHOICE": 1, "NUMERATOR": 1536.0},
+        "16x16": {"TILE": True},
+        "pow2 stochastic": {"POW2": True, "STOCHASTIC": True},
+        "pow2 better_of_two": {"POW2": True, "CHOICE": 1},
+        "pow2 hadamard better_of_two": {"POW2": True, "CHOICE": 1, "HADAMARD": True},
+    }
+    column = {"BLOCKS": COLUMN_TILE["blocks"], "WORDS": COLUMN_TILE["words"], "EVEN": True}
+    found = [
+        Variant(
+            "amax_flat", "bf16",
+            {"BF16": True, "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"]},
+            AMAX_TILE["warps"],
+        ),
+        Variant(
+            "amax_columns", "hadamard",
+            column | {"BF16": True, "HADAMARD": True, "FINITE": False}, COLUMN_TILE["warps"],
+        ),
+        Variant(
+            "decode_blocks", "e4m3", {"E4M3": True, "SHIFT": 3, "TILE": False, "SIZE": 256}, 4
+        ),
+        Variant(
+            "decode_blocks", "bf16", {"E4M3": False, "SHIFT": 0, "TILE": False, "SIZE": 256}, 4,
+            {"codes_ptr": "*i32"},
+        ),
+    ]  # fmt: skip
+    for label, changes in kinds.items():
+        tile = ROW_TILE_2D if changes.get("TILE") else ROW_TILE
+        row = {"ROWS": tile["rows"], "GROUPS": tile["groups"]}
+        found.append(Variant("quantize_rows", label, base | changes | row, tile["warps"]))
+        found.append(
+            Variant("quantize_columns", label, base | changes | column, COLUMN_TILE["warps"])
+        )
+    return found
+
+
+def compile_variant(variant: Variant, target: str) -> str:
+    """Compile one; the line of the table that tells what came out."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fused_ops.quantize import triton_kernels
+
+    kernel = getattr(triton_kernels, variant.kernel)
+    names = kernel.arg_names
+    types = _TYPES | variant.types
+    signature = {n: "constexpr" if n in variant.constants else types.get(n, "i32") for n in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") or (n in _ALIGNED and signature[n] == "i32")
+    }
+    compiled = triton.compile(
+        ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(names.index(n),): v for n, v in variant.constants.items()},
+            attrs=attributes,
+        ),
+        target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
+        options={"num_warps": variant.warps, "enable_fp_fusion": False},
+    )
+    core = TENSOR_CORE.search(compiled.asm["ptx"])
+    return (
+        f"registers {registers(compiled.asm['cubin'])}, shared {compiled.metadata.shared} bytes, "
+        f"tensor core {core.group(1) if core else 'none'}"
+    )
+
+
+def registers(cubin: bytes) -> str:
+    """Registers a thread, from the resource usage of the machine code."""
+    import triton.backends.nvidia as nvidia
+
+    dump = Path(next(iter(nvidia.__path__))) / "bin" / "cuobjdump"
+    if not dump.exists():
+        return "unknown"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(dump), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"REG:(\d+)", text)
+    return found.group(1) if found else "unknown"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: the number of failures, at most 1."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", required=True, choices=TARGETS)
+    parser.add_argument("--only", default="", help="kernels whose name or label contains this")
+    options = parser.parse_args(arguments)
+    chosen = [v for v in variants() if options.only in f"{v.kernel} {v.label}"]
+    if not chosen:
+        parser.error(f"no kernel contains {options.only!r}: leave --only out to see all")
+    failed = 0
+    for variant in chosen:
+        if options.target not in variant.targets:
+            line = "not for this target"
+        else:
+            try:
+                line = compile_variant(variant, options.target)
+            except Exception as error:
+                failed, line = 1, f"FAILED: {type(error).__name__}: {str(error)[:300]}"
+        print(f"{variant.kernel:17} {variant.label:28} {line}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
