@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.linear import check_shapes, dgrad, dummy_gradient, wgrad, wgrad_input
+from fused_ops.linear import (
+    check_shapes,
+    dgrad,
+    dummy_gradient,
+    wgrad,
+    wgrad_input,
+    without_gradient,
+)
 from fused_ops.linear_call import LinearCall, Operand
 from fused_ops.operands import (
     amax_of,
@@ -60,7 +67,7 @@ def grouped_linear(
             f"tokens_per_expert must be {len(weight)} counts that sum to at most {len(x)} rows, "
             f"got {counts}; count the rows that were dispatched to this rank"
         )
-    return _GroupedLinear.apply(x, weight, counts, call)
+    return _GroupedLinear.apply(x, without_gradient(weight), counts, call)
 
 
 def _experts(call: LinearCall, count: int) -> list[LinearCall]:

@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, call: Linea
         FloatingPointError: Inf or NaN in an operand that is quantized, if `call.check_finite`.
     """
     check_shapes(x, weight, bias, call)
-    return _Linear.apply(x, weight, bias, call)
+    return _Linear.apply(x, without_gradient(weight), bias, call)
 
 
 def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
@@ -63,6 +63,11 @@ def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCal
             f"{layer}: bias must be [{weight.shape[-2]}], got {tuple(bias.shape)}; "
             "it has one value per row of the weight"
         )
+
+
+def without_gradient(weight: Tensor) -> Tensor:
+    """The weight, detached under no_grad: then X is not made an operand of a wgrad to come."""
+    return weight if torch.is_grad_enabled() else weight.detach()
 
 
 class _Linear(torch.autograd.Function):

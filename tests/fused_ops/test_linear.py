@@ -428,3 +428,22 @@ def test_delayed_scaling_uses_the_amax_of_earlier_steps():
 def test_bad_input(x, w, bias, message):
     with pytest.raises(ValueError, match=rf"fc1: .*{message}"):
         linear(x, w, bias, call=LinearCall(recipe=RECIPES["nvfp4"], name="fc1"))
+
+
+def test_an_evaluation_quantizes_for_the_forward_alone():
+    """Without gradients X is not quantized for wgrad, and the output is the same to the bit."""
+    seen: list[str] = []
+
+    class Watch:
+        def observe(self, gemm, operand, tensor, quantized):
+            seen.append(f"{gemm}.{operand}")
+
+    x, weight = torch.randn(32, 64), torch.nn.Parameter(torch.randn(48, 64))
+    call = LinearCall(recipe=RECIPES["nvfp4"], key=KEY, observer=Watch())
+    trained = linear(x, weight, call=call)
+    assert seen == ["fprop.x", "fprop.w", "wgrad.x"]
+    seen.clear()
+    with torch.no_grad():
+        evaluated = linear(x, weight, call=call)
+    assert seen == ["fprop.x", "fprop.w"]
+    assert torch.equal(trained.detach(), evaluated)
