@@ -19,7 +19,7 @@ from pretrain.config_file import encode
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import report_absences, write_environment
+from pretrain.environment import cudnn_shadow, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.initialize import World, initialize
 from pretrain.metrics import MetricsLogger
@@ -271,6 +271,8 @@ class Trainer:
             (run_dir / "precision.json").write_text(table)
             write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
             report_absences()
+            if shadowed := cudnn_shadow():
+                log.warning("%s", shadowed)
         metrics = MetricsLogger(
             run_dir, config.log, encode(config), resumed_step=resumed_step, enabled=main
         )
