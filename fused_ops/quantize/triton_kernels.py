@@ -7,6 +7,7 @@ what calls them.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005 (the compiler traces types; tuples are its own)
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

@@ -269,6 +269,6 @@ def operand(name, kind, shape, seed):
 
 
 def test_a_cpu_tensor_is_refused_with_a_reason():
-    reason = triton_backend.supports(torch.zeros(16, 16), SPECS["1x16"])
+    reason = triton_backend.supports(torch.zeros(16, 16).bfloat16(), SPECS["1x16"])
     assert reason is not None
     assert "cpu" in reason
