@@ -9,6 +9,7 @@ from fused_ops.grouped_linear import grouped_linear
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, linear
 from fused_ops.recipe import RECIPES
+from fused_ops.testing import TOLERANCES
 from fused_ops.weight_codes import WeightCodes
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ def data():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_cuda_equals_cpu(name):
-    """Codes and scales byte for byte; sums to 1e-6, in another order."""
+    """Codes and scales byte for byte; sums as exact as the cores that form them."""
     torch.manual_seed(1)
     tensors, watches = data(), {"cpu": Watch(), "cuda": Watch()}
     results = {d: run(name, d, *tensors, observer=watch) for d, watch in watches.items()}
@@ -48,8 +49,9 @@ def test_cuda_equals_cpu(name):
             for field in ("codes", "scales", "amax"):
                 equal = torch.equal(getattr(cpu, field), getattr(cuda, field).cpu())
                 assert equal, f"{name} {key}: {field}"
+    sums = TOLERANCES["fp8_core_full" if name in ("fp8_tensorwise", "fp8_delayed") else "fp32_sum"]
     for cpu, cuda in zip(results["cpu"], results["cuda"]):
-        assert float((cuda.cpu().double() - cpu).norm() / cpu.double().norm()) < 1e-6
+        assert float((cuda.cpu().double() - cpu).norm() / cpu.double().norm()) < sums.relative
 
 
 @pytest.mark.parametrize("name", RECIPES)
