@@ -10,7 +10,7 @@ import torch
 
 from pretrain.metrics import MetricsLogger
 from pretrain.progress import Progress
-from pretrain.report import write_report
+from pretrain.report.page import write_report
 
 if TYPE_CHECKING:
     from pretrain.trainer import Trainer

@@ -22,7 +22,7 @@ from fused_ops.errors import ConfigError
 from models.config import ModelConfig, ParallelConfig, model_problems
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
-from pretrain.checkpoint import CheckpointConfig
+from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.config import DataConfig
 from pretrain.data.manifest import load_manifest

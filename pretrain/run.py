@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fused_ops.errors import ConfigError
-from pretrain.checkpoint import CheckpointError
+from pretrain.checkpoint.manager import CheckpointError
 from pretrain.config import load_config, precision_plan
 from pretrain.initialize import shut_down
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fused_ops.errors import ConfigError
 from pretrain.callbacks import Callback, Profile, Record, Report
-from pretrain.checkpoint import CheckpointManager, override_config
+from pretrain.checkpoint.manager import CheckpointManager, override_config
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
 from pretrain.data.dataset import open_dataset, open_validation

@@ -10,10 +10,10 @@ import torch
 import yaml
 
 from pretrain.__main__ import main
-from pretrain.checkpoint import find_latest
-from pretrain.checkpoint_layout import COMPLETE
-from pretrain.checkpoint_lock import RunLock
-from pretrain.checkpoint_safe import read_index
+from pretrain.checkpoint.layout import COMPLETE
+from pretrain.checkpoint.lock import RunLock
+from pretrain.checkpoint.manager import find_latest
+from pretrain.checkpoint.safe import read_index
 from tests.toy import make_toy, toy_config
 
 STEPS = 6

@@ -38,7 +38,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic.dataclasses import dataclass as config_dataclass
 
-from pretrain.checkpoint import CheckpointConfig, CheckpointManager, override_config
+from pretrain.checkpoint.manager import CheckpointConfig, CheckpointManager, override_config
 from pretrain.config_file import encode
 from pretrain.optimizer import (
     OptimizerConfig,

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pretrain.charts import (
+from pretrain.report.charts import (
     Chart,
     Mark,
     Series,

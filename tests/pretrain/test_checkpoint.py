@@ -16,10 +16,10 @@ import torch
 from megatron.core import parallel_state
 
 from fused_ops.errors import ConfigError
-from pretrain import checkpoint_safe
-from pretrain.checkpoint import UnsafeCheckpoint, find_latest
-from pretrain.checkpoint_io import file_entry
-from pretrain.checkpoint_layout import COMPLETE, LATEST, MANIFEST, STATE, read_manifest, seal
+from pretrain.checkpoint import safe as checkpoint_safe
+from pretrain.checkpoint.io import file_entry
+from pretrain.checkpoint.layout import COMPLETE, LATEST, MANIFEST, STATE, read_manifest, seal
+from pretrain.checkpoint.manager import UnsafeCheckpoint, find_latest
 from tests.pretrain.checkpoint_trial import open_trial, run, start_group
 from tests.pretrain.disk import Disk, lay_out
 

@@ -9,9 +9,9 @@ import torch
 from megatron.core import parallel_state
 
 from fused_ops.errors import ConfigError
-from pretrain import checkpoint_io
-from pretrain.checkpoint import CheckpointError, find_latest
-from pretrain.checkpoint_layout import MANIFEST
+from pretrain.checkpoint import io as checkpoint_io
+from pretrain.checkpoint.layout import MANIFEST
+from pretrain.checkpoint.manager import CheckpointError, find_latest
 from tests.pretrain.checkpoint_trial import open_trial, start_group
 
 
@@ -66,7 +66,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, monkeypatch, asynchro
 
 def test_room_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     trial = open_trial(tmp_path)
-    monkeypatch.setattr("pretrain.checkpoint.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("pretrain.checkpoint.manager.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match=r"needs 0.00 GiB.* has 0.00 GiB free"):
         trial.save()
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -92,7 +92,7 @@ def test_a_full_disk_at_the_manifest_leaves_no_half_checkpoint(tmp_path, monkeyp
 
 def test_a_dead_writer_is_said(tmp_path, monkeypatch):
     trial = open_trial(tmp_path, {"checkpoint": {"async_save": True}})
-    monkeypatch.setattr("pretrain.checkpoint_write._bind_to_parent", lambda parent: os._exit(9))
+    monkeypatch.setattr("pretrain.checkpoint.write._bind_to_parent", lambda parent: os._exit(9))
     trial.save()
     with pytest.raises(CheckpointError, match=r"the process that wrote .*step_00000000 died"):
         trial.manager.wait()

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fused_ops.errors import ConfigError
-from pretrain.checkpoint_compare import compare, kind_of, override_config
-from pretrain.checkpoint_config import find_latest
-from pretrain.checkpoint_io import (
+from pretrain.checkpoint.compare import compare, kind_of, override_config
+from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.io import (
     CheckpointError,
     dump_json,
     explain,
@@ -25,7 +25,7 @@ from pretrain.checkpoint_io import (
     to_json,
     write_durably,
 )
-from pretrain.checkpoint_layout import (
+from pretrain.checkpoint.layout import (
     COMPLETE,
     LATEST,
     MANIFEST,
@@ -37,7 +37,7 @@ from pretrain.checkpoint_layout import (
     step_folder,
     step_of,
 )
-from pretrain.checkpoint_lock import STALE_SECONDS, RunLock
+from pretrain.checkpoint.lock import STALE_SECONDS, RunLock
 
 
 def make_checkpoint(checkpoints, step, files=3):
@@ -133,7 +133,7 @@ def test_a_manifest_cannot_point_outside(tmp_path):
 
 
 def test_a_newer_format_is_not_guessed_at(tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.checkpoint_layout.FORMAT", 2)
+    monkeypatch.setattr("pretrain.checkpoint.layout.FORMAT", 2)
     folder = make_checkpoint(tmp_path, 1)
     monkeypatch.undo()
     assert "has format 2, this program reads 1" in check_sizes(folder)

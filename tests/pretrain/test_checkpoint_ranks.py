@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.checkpoint import find_latest
+from pretrain.checkpoint.manager import find_latest
 from tests.pretrain.checkpoint_trial import Ranks, run
 
 STEPS = 10

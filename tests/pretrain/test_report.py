@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pretrain.report import load_run, main, render_page, write_report
+from pretrain.report.page import load_run, main, render_page, write_report
 from tests.pretrain.run_folder import write_run
 
 FILES = ("metrics.jsonl", "config.yaml", "environment.json", "precision.json")

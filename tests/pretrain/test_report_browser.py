@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.report import write_report
+from pretrain.report.page import write_report
 from tests.pretrain.run_folder import write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)

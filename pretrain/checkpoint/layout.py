@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint_io import (
+from pretrain.checkpoint.io import (
     CheckpointError,
     file_entry,
     fsync_path,

@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 from fused_ops.errors import ConfigError
-from pretrain.checkpoint_agree import on_all, on_first
-from pretrain.checkpoint_compare import compare, override_config
-from pretrain.checkpoint_config import CheckpointConfig, Found, Resumed, find_latest
-from pretrain.checkpoint_io import (
+from pretrain.checkpoint.agree import on_all, on_first
+from pretrain.checkpoint.compare import compare, override_config
+from pretrain.checkpoint.config import CheckpointConfig, Found, Resumed, find_latest
+from pretrain.checkpoint.io import (
     CheckpointError,
     dump_json,
     explain,
@@ -50,7 +50,7 @@ from pretrain.checkpoint_io import (
     remove_folder,
     write_durably,
 )
-from pretrain.checkpoint_layout import (
+from pretrain.checkpoint.layout import (
     COMPLETE,
     STATE,
     Scan,
@@ -62,8 +62,8 @@ from pretrain.checkpoint_layout import (
     step_folder,
     step_of,
 )
-from pretrain.checkpoint_lock import RunLock
-from pretrain.checkpoint_safe import UnsafeCheckpoint
+from pretrain.checkpoint.lock import RunLock
+from pretrain.checkpoint.safe import UnsafeCheckpoint
 
 __all__ = [
     "CheckpointConfig",
@@ -206,7 +206,7 @@ class CheckpointManager:
         CheckpointError when the checkpoint does not fit the model; UnsafeCheckpoint when it asks
         to run code.
         """
-        from pretrain import checkpoint_state
+        from pretrain.checkpoint import state as checkpoint_state
 
         found = self._found if self._searched else self.find()
         if found is None:
@@ -267,7 +267,8 @@ class CheckpointManager:
         returns once the tensors are on the host; its failure is raised by `poll`, `wait` or the
         next `save`. Raises CheckpointError, on every rank; earlier checkpoints are untouched then.
         """
-        from pretrain import checkpoint_state, checkpoint_write
+        from pretrain.checkpoint import state as checkpoint_state
+        from pretrain.checkpoint import write as checkpoint_write
 
         self.wait()
         if step in self._known:

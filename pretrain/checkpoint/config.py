@@ -9,8 +9,8 @@ from pydantic import ConfigDict
 from pydantic import Field as Limit
 from pydantic.dataclasses import dataclass as config_dataclass
 
-from pretrain.checkpoint_io import CheckpointError
-from pretrain.checkpoint_layout import candidates, check_contents, ever_finished, step_of
+from pretrain.checkpoint.io import CheckpointError
+from pretrain.checkpoint.layout import candidates, check_contents, ever_finished, step_of
 
 
 @config_dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid"))

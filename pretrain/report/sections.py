@@ -8,12 +8,12 @@ from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from pretrain.charts import Chart, Mark, Series, number, render, smooth
 from pretrain.environment import NEEDED, OPTIONAL
+from pretrain.report.charts import Chart, Mark, Series, number, render, smooth
 
 if TYPE_CHECKING:
     from pretrain.history import Row
-    from pretrain.report import Run
+    from pretrain.report.page import Run
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 _FAMILIES = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")

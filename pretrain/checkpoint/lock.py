@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.checkpoint_io import explain
+from pretrain.checkpoint.io import explain
 
 STALE_SECONDS = 900.0
 TOUCH_SECONDS = 30.0

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from pretrain.checkpoint_io import CheckpointError
+from pretrain.checkpoint.io import CheckpointError
 
 _PREFIX = "torch.distributed.checkpoint."
 _ALLOWED = {

@@ -18,12 +18,12 @@ from typing import Any
 
 import yaml
 
-from pretrain import report_sections as sections
 from pretrain.data.manifest import load_manifest
 from pretrain.data.stats import unigram_entropy
 from pretrain.environment import ENVIRONMENT_FILE
 from pretrain.history import METRICS_FILE, Row, split_lines
 from pretrain.redact import mask_secrets, mask_text
+from pretrain.report import sections
 
 REPORT_FILE = "report.html"
 _COUNTED_TOKENS = 20_000_000
@@ -112,7 +112,7 @@ def render_page(run: Run) -> str:
         sections.configuration(run),
         f"<footer>nibble, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</footer>",
     ]
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     title = escape(f"{run.name}: nibble run")
     return _PAGE.format(
         policy=_POLICY, title=title, style=style, body="\n".join(filter(None, body))
@@ -208,7 +208,3 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{folder}/{REPORT_FILE} cannot be written: {error.strerror}", file=sys.stderr)
             status = 2
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fused_ops.errors import ConfigError
-from pretrain.checkpoint_io import CheckpointError
-from pretrain.checkpoint_safe import UnsafeCheckpoint
+from pretrain.checkpoint.io import CheckpointError
+from pretrain.checkpoint.safe import UnsafeCheckpoint
 
 _KINDS: dict[str, type[Exception]] = {
     "ConfigError": ConfigError,

@@ -32,8 +32,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
-from pretrain.checkpoint_agree import on_all
-from pretrain.checkpoint_io import CheckpointError, explain, file_entry
+from pretrain.checkpoint.agree import on_all
+from pretrain.checkpoint.io import CheckpointError, explain, file_entry
 
 _PR_SET_PDEATHSIG = 1
 

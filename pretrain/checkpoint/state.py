@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch.distributed.checkpoint import CheckpointException
 
-from pretrain.checkpoint_io import CheckpointError, dump_json, load_json, write_durably
-from pretrain.checkpoint_layout import rng_name
-from pretrain.checkpoint_safe import read_index, refuse_code
+from pretrain.checkpoint.io import CheckpointError, dump_json, load_json, write_durably
+from pretrain.checkpoint.layout import rng_name
+from pretrain.checkpoint.safe import read_index, refuse_code
 
 # Of an optimizer's parameter group: state that training changes. All else comes from the config.
 _GROUP_STATE = ("step", "lr", "params")
