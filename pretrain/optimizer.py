@@ -7,8 +7,11 @@ from dataclasses import field
 from typing import Any, Literal
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig as MegatronOptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride

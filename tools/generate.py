@@ -93,9 +93,9 @@ class Generator:
     """
 
     def __init__(self, checkpoint: Path, tokenizer: Path | None, device: str = "auto") -> None:
-        from pretrain.checkpoint import find_latest
-        from pretrain.checkpoint_io import load_json
-        from pretrain.checkpoint_layout import STATE
+        from pretrain.checkpoint.io import load_json
+        from pretrain.checkpoint.layout import STATE
+        from pretrain.checkpoint.manager import find_latest
         from pretrain.config import make_config
 
         found = find_latest(checkpoint)
@@ -116,7 +116,7 @@ class Generator:
         from models.config import ParallelConfig, transformer_config
         from models.hybrid_model import build_model
         from models.precision import PrecisionState, apply_precision
-        from pretrain.checkpoint_state import load_sharded
+        from pretrain.checkpoint.state import load_sharded
         from pretrain.initialize import initialize
 
         config, layout = self.config, ParallelConfig()
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     cpu_compat.enable()  # before megatron-core is imported
-    from pretrain.checkpoint import CheckpointError
+    from pretrain.checkpoint.manager import CheckpointError
     from pretrain.initialize import shut_down
 
     try:

@@ -19,11 +19,11 @@ from typing import Any
 
 import yaml
 
-from pretrain.charts import number
-from pretrain.checkpoint_config import find_latest
-from pretrain.checkpoint_io import CheckpointError
+from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.io import CheckpointError
 from pretrain.data.stats import unigram_entropy
 from pretrain.history import METRICS_FILE, Row, read_metrics
+from pretrain.report.charts import number
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "examples/quickstart.yaml"

@@ -12,7 +12,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, scale: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, scale)
+        ctx.save_for_backward(x, scale)  # type: ignore[arg-type]
         gate, up = x.float().chunk(2, -1)
         y = F.silu(gate) * up
         return (y if scale is None else y * scale.float()).to(x.dtype)
@@ -35,7 +35,7 @@ class SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, scale: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, scale)
+        ctx.save_for_backward(x, scale)  # type: ignore[arg-type]
         y = F.relu(x.float()).square()
         return (y if scale is None else y * scale.float()).to(x.dtype)
 

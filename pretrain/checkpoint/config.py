@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict
-from pydantic import Field as Limit
+from pydantic import ConfigDict, Field as Limit
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from pretrain.checkpoint.io import CheckpointError

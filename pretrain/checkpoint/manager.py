@@ -267,8 +267,7 @@ class CheckpointManager:
         returns once the tensors are on the host; its failure is raised by `poll`, `wait` or the
         next `save`. Raises CheckpointError, on every rank; earlier checkpoints are untouched then.
         """
-        from pretrain.checkpoint import state as checkpoint_state
-        from pretrain.checkpoint import write as checkpoint_write
+        from pretrain.checkpoint import state as checkpoint_state, write as checkpoint_write
 
         self.wait()
         if step in self._known:

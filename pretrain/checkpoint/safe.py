@@ -111,9 +111,8 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read by `read_index`."""
         index = read_index(Path(self.path))
-        if getattr(index, "storage_meta", None) is None:
-            index.storage_meta = StorageMeta()
-        index.storage_meta.load_id = self.load_id
+        meta = getattr(index, "storage_meta", None) or StorageMeta()
+        meta.load_id, index.storage_meta = self.load_id, meta
         return index
 
     def read_data(self, plan: Any, planner: Any) -> Any:

@@ -3,8 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fused_ops.cases import KINDS, make_input
 from fused_ops.formats import OperandSpec

@@ -2,8 +2,7 @@
 """Selectors, named plans, first match wins, and every contradiction reported at once."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from fused_ops.errors import ConfigError

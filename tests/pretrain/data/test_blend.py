@@ -5,8 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fused_ops.errors import ConfigError
 from pretrain.data.blend import RESOLUTION, Blend, Mixture, resolve_weights
