@@ -142,6 +142,9 @@ def _high_and_fp8_recipes() -> Iterable[GemmRecipe]:
     yield _symmetric(
         "fp8_blockwise", OperandSpec(format="fp8_blockwise"), fprop_w=tile, dgrad_w=tile
     )
+    raw = OperandSpec(format="fp8_blockwise", scale="fp32")
+    raw_tile = replace(tile, scale="fp32")
+    yield _symmetric("fp8_blockwise_fp32", raw, fprop_w=raw_tile, dgrad_w=raw_tile)
     yield _symmetric("mxfp8", OperandSpec(format="mxfp8"))
 
 

@@ -145,7 +145,7 @@ PLANS: dict[str, Plan] = {
         ),
         Plan(
             name="fp8_paper",
-            recipe="fp8_blockwise",
+            recipe="fp8_blockwise_fp32",
             rules=(
                 PlanRule(layers="first 1", recipe="bf16"),
                 PlanRule(layers="last 2", recipe="bf16"),

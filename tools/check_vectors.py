@@ -115,6 +115,7 @@ def group(arrays: Arrays) -> dict[str, dict[str, Arrays]]:
         else:
             tags.setdefault(tag, {})[part] = array
             problems += _tag_problems(tag) if len(tags[tag]) == 1 else []
+    problems += [p for name, array in arrays.items() for p in _result_problems(name, array)]
     for case, tags in cases.items():
         needed = GEMM_INPUTS if case.startswith("gemm") else ("x",)
         missing = [f"{case}.{name}" for name in needed if name not in tags.get("", {})]
@@ -125,6 +126,15 @@ def group(arrays: Arrays) -> dict[str, dict[str, Arrays]]:
     if problems:
         raise ConfigError(problems)
     return cases
+
+
+def _result_problems(name: str, array: np.ndarray) -> list[str]:
+    """What a stored result may be: bytes, or fp32 in this machine's byte order."""
+    part = name.rpartition(".")[2]
+    wanted = "uint8" if part in ("codes", "scales") else "float32"
+    if part not in (*PARTS, *GEMM_OUTPUTS) or array.dtype == wanted:
+        return []
+    return [f"{name}: results are stored as {wanted}, got {array.dtype}; convert it"]
 
 
 def _tag_problems(tag: str) -> list[str]:

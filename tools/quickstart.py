@@ -9,10 +9,13 @@ run continues. The key=value settings go to the run.
 import argparse
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +92,14 @@ def find_place(data: Path, overrides: list[str]) -> Place:
         given |= {"data.train": f"{data}/shards/train", "data.valid": f"{data}/shards/valid"}
     name = given.get("run.name", config["run"]["name"])
     run = Path(given.get("run.dir", config["run"].get("dir", "runs"))) / name
-    steps = int(given.get("train.steps", config["train"]["steps"]))
-    return Place(data, run, steps, tuple(f"{k}={v}" for k, v in given.items()))
+    steps = str(given.get("train.steps", config["train"]["steps"]))
+    # What is no number of steps is for the run to refuse.
+    return Place(
+        data,
+        run,
+        int(steps) if steps.isdigit() else sys.maxsize,
+        tuple(f"{k}={v}" for k, v in given.items()),
+    )
 
 
 def prepare(place: Place) -> None:
@@ -181,12 +190,30 @@ def _say(name: str, text: str) -> None:
 def _run(module: str, *arguments: Any, capture: bool = False) -> str:
     """Runs one of this project's programs from the repository root."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE if capture else None, check=False
+    # In a process group of its own, so that a signal reaches it once: from here.
+    child = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE if capture else None, process_group=0
     )
-    if done.returncode:
-        raise StepFailed(done.returncode)
-    return done.stdout or ""
+    with _passing_signals_to(child):
+        output, _ = child.communicate()
+    if child.returncode:
+        raise StepFailed(child.returncode)
+    return output or ""
+
+
+@contextmanager
+def _passing_signals_to(child: subprocess.Popen) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM go to the program that runs, which saves and ends by itself."""
+
+    def handle(signum: int, _frame: Any) -> None:
+        child.send_signal(signum)
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _shown_python() -> str:

@@ -66,7 +66,9 @@ def quantize_pow2(
     shift = shift_of(tensor_amax(amaxes) if amax is None else amax)
     wanted = ceil_exponent(amaxes) - shift
     above = (wanted > LARGEST).sum(dtype=torch.int32)
-    below = ((wanted < SMALLEST) & (amaxes > 0)).sum(dtype=torch.int32)
+    # The better of two may want half the scale: where that is clamped the shift would decide.
+    lowest = SMALLEST + (spec.choice == "better_of_two")
+    below = ((wanted < lowest) & (amaxes > 0)).sum(dtype=torch.int32)
     exponent = wanted.clamp(SMALLEST, LARGEST)
     if spec.choice == "better_of_two":
         exponent = better_of_two(x, spec, exponent, shift)

@@ -397,11 +397,15 @@ def pow2_error(v, exponent, unit, shift):
 
 
 @triton.jit
-def pow2_scale(bits, shift):
-    """Exponent in range, and whether a block lies above (1) or below (65536) it, of amax bits."""
+def pow2_scale(bits, shift, LOWEST: tl.constexpr):
+    """Exponent in range, and whether a block lies above (1) or below (65536) it, of amax bits.
+
+    LOWEST: smallest exponent that is in range; one more than the smallest scale's where half the
+    scale is tried too.
+    """
     bits = tl.where(bits < 0x7F800000, bits, 0)
     wanted = ceil_exponent(bits) - shift
-    outside = tl.where(wanted > 8, 1, 0) + tl.where((wanted < -6) & (bits > 0), 65536, 0)
+    outside = tl.where(wanted > 8, 1, 0) + tl.where((wanted < LOWEST) & (bits > 0), 65536, 0)
     return tl.minimum(tl.maximum(wanted, -6), 8), outside
 
 

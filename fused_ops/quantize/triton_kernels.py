@@ -65,7 +65,7 @@ def _encode(
     outside = bits * 0
     if POW2:
         shift = shift_of(amax)
-        exponent, outside = pow2_scale(bits, shift)
+        exponent, outside = pow2_scale(bits, shift, -5 if CHOICE == 1 else -6)
         if CHOICE == 1:
             exponent = better_of_two(v, exponent, shift)
         factor = power(-exponent - shift)

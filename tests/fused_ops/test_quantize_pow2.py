@@ -191,3 +191,21 @@ def test_rounding_to_fp8_costs_little_of_four_over_six():
     q = quantize(x, OperandSpec(format="nvfp4", choice="4over6_mse"))
     operand, factor = q.fp8_operand()
     assert relative_mse(operand.float() * factor, x) == pytest.approx(0.00791, rel=0.02)
+
+
+def test_half_a_scale_that_is_clamped_is_counted():
+    """At the bottom of the range the better of two may want less: the shift must not decide."""
+    x = torch.randn(64, 16)
+    x *= 3.2 / x.abs().amax(1, keepdim=True)
+    own = quantize(x, BETTER)
+    assert own.out_of_range.tolist() == [0, 0]
+    assert len(own.scales.unique()) == 2, "some blocks take half the scale"
+    last = quantize(x, BETTER, amax=x.abs().amax() * 2.0**13)
+    assert last.out_of_range.tolist() == [0, 0]
+    assert torch.equal(last.dequantize(), own.dequantize())
+    clamped = quantize(x, BETTER, amax=x.abs().amax() * 2.0**14)
+    assert clamped.out_of_range.tolist() == [0, 64]
+    assert not torch.equal(clamped.dequantize(), own.dequantize())
+    redone, was = quantize_stale(x, BETTER, x.abs().amax() * 2.0**12, margin=2)
+    assert was
+    assert torch.equal(redone.dequantize(), own.dequantize())

@@ -132,7 +132,7 @@ def test_plans_round_outward_to_whole_pairs_in_a_transformer():
     assert bf16_positions(plan("*-" * 32, plan="nemotron3")) >= set(range(54, 64))
     assert bf16_positions(plan("*-" * 20, plan="fp8_paper")) == {0, 1, 38, 39}
     found = plan("*-" * 20, plan="fp8_paper")
-    assert found.recipe("layers.3.mlp.linear_fc1") == RECIPES["fp8_blockwise"]
+    assert found.recipe("layers.3.mlp.linear_fc1") == RECIPES["fp8_blockwise_fp32"]
     assert found.recipe("layers.39.mlp.linear_fc1").name == "bf16"
     # the user's own selectors mean what they say
     own = plan("*-" * 20, recipe="nvfp4", rules=[{"layers": "first 1", "recipe": "bf16"}])

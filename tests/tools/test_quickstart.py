@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,38 @@ def test_from_nothing_twice(tmp_path):
     assert outputs[1].count("done before and whole, kept") == 2
     assert "step 4 of 4 was reached before, kept" in outputs[1]
     assert (tmp_path / "runs" / "quickstart" / "report.html").exists()
+
+
+SLOW_TO_STOP = """
+import pathlib, signal, sys, time
+
+def stop(signum, frame):
+    time.sleep(1)
+    pathlib.Path("saved").write_text(signal.Signals(signum).name)
+    sys.exit(0)
+
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, stop)
+pathlib.Path("started").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_all_lets_the_running_program_save(tmp_path, name):
+    """As a terminal or a scheduler sends it: to the whole process group, and then it is awaited."""
+    (tmp_path / "slow_to_stop.py").write_text(SLOW_TO_STOP)
+    code = (
+        "import pathlib, tools.quickstart as q\n"
+        f"q.ROOT = pathlib.Path({str(tmp_path)!r})\n"
+        "q._run('slow_to_stop')\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "started").exists():
+        assert parent.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(parent.pid, signal.Signals[name])
+    assert parent.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == name
