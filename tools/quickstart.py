@@ -153,7 +153,7 @@ def summary(place: Place, text: str, seconds: float) -> str:
 
 def sample(place: Place) -> str:
     """Text that the newest checkpoint writes."""
-    words = [place.checkpoints, "--prompt", PROMPT, "--tokens", 80]
+    words = [place.checkpoints, "--prompt", PROMPT, "--tokens", 64]
     return _run("tools.generate", *words, capture=True)
 
 
