@@ -76,7 +76,7 @@ def test_fused_ops_needs_torch_alone():
         "bad = {'megatron', 'pydantic', 'yaml', 'wandb', 'triton'} & set(sys.modules)\n"
         "assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=400)
 
 
 @pytest.mark.parametrize(

@@ -48,4 +48,4 @@ def test_the_time_limit_holds():
 def test_a_program_gives_its_output(tmp_path):
     script = tmp_path / "say.py"
     script.write_text("import os; print('I am', os.environ['RANK'])")
-    assert run_distributed(script, 2, timeout=30) == ["I am 0\n", "I am 1\n"]
+    assert run_distributed(script, 2, timeout=200) == ["I am 0\n", "I am 1\n"]

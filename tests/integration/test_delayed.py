@@ -66,7 +66,7 @@ def _train(path: str) -> tuple[list[float], dict]:
 def test_two_ranks_share_the_scales_of_one(folder, tmp_path):
     results = [
         run_distributed(
-            _train, ranks, 140.0, args=(str(write(folder, tmp_path, f"r{ranks}", steps=2)),)
+            _train, ranks, 400.0, args=(str(write(folder, tmp_path, f"r{ranks}", steps=2)),)
         )
         for ranks in (1, 2)
     ]

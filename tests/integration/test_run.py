@@ -57,13 +57,13 @@ def test_a_hybrid_in_nvfp4_is_stopped_and_continued(folder, tmp_path):
     config = _write(tmp_path / "run.yaml", toy_config(folder, "M*-E", **sections))
     run = tmp_path / "runs" / "stopped"
     process = _start(config)
-    end = time.monotonic() + 270
+    end = time.monotonic() + 600
     while not (run / "metrics.jsonl").exists() or len(_losses(run)) < 2:
-        assert time.monotonic() < end, "no step within 270 s"
+        assert time.monotonic() < end, "no step within 600 s"
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     step = max(_losses(run))
@@ -121,7 +121,7 @@ def test_two_ranks_train_what_one_does(folder, tmp_path):
                 precision={"recipe": "bf16" if precision == "fp32" else "nvfp4"},
             )
             files.append(str(_write(tmp_path / f"{precision}{ranks}.yaml", data)))
-    one, two = _train(paths[1]), run_distributed(_train, 2, timeout=270, args=(paths[2],))[0]
+    one, two = _train(paths[1]), run_distributed(_train, 2, timeout=800, args=(paths[2],))[0]
     for tolerance, a, b in zip(_TOLERANCE.values(), one, two):
         assert len(a["loss"]) == 4
         assert b["loss"] == pytest.approx(a["loss"], rel=tolerance)

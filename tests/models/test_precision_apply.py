@@ -174,7 +174,7 @@ def test_every_pipeline_layout_has_one_table():
     chunks, _ = toy.make("*-M-*EM-/*-", dtype=torch.bfloat16, **FIELDS)
     whole = apply_precision(chunks, precision(MIXED), PrecisionState())
     recipes = {name: whole.recipe(name).name for name in dict(named_gemms(chunks[0]))}
-    first, second = run_distributed(_stages, 2, timeout=200)
+    first, second = run_distributed(_stages, 2, timeout=800)
     for name in STAGED:
         for table, share, _ in (first[name], second[name]):
             assert table == whole.table(), name

@@ -164,10 +164,10 @@ def test_a_real_kill_with_workers(tmp_path, texts, tokenizer):
     child.send_signal(signal.SIGKILL)
     child.wait(30)
     assert workers, "two workers were asked for"
-    assert not psutil.wait_procs(workers, timeout=60)[1], "workers outlive their parent"
+    assert not psutil.wait_procs(workers, timeout=120)[1], "workers outlive their parent"
     for output in ("cut", "whole"):
         arguments = [*command, "--output", str(tmp_path / output)]
-        subprocess.run(arguments, cwd=ROOT, check=True, timeout=200)
+        subprocess.run(arguments, cwd=ROOT, check=True, timeout=400)
     assert tree(tmp_path / "cut") == tree(tmp_path / "whole")
 
 
