@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from fused_ops.errors import ConfigError
 from pretrain.callbacks import Callback, Profile, Record, Report
+from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.manager import CheckpointManager, override_config
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
@@ -78,7 +77,7 @@ class Trainer:
             deterministic=config.train.deterministic,
         )
         self.run_dir = config.run.path
-        self._make_run_folder()
+        on_first(self._make_run_folder)
         self.checkpoints = CheckpointManager(config.checkpoint, self.run_dir)
         self.callbacks: list[Callback] = list(callbacks)
         try:
@@ -229,22 +228,16 @@ class Trainer:
     # ---- set-up
 
     def _make_run_folder(self) -> None:
-        problem = None
-        if self.world.is_main:
-            try:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                probe = self.run_dir / f".write-{os.getpid()}"
-                probe.write_text("x")
-                probe.unlink()
-            except OSError as error:
-                problem = (
-                    f"the run folder must be writable; {self.run_dir} is not "
-                    f"({(error.strerror or str(error)).lower()}); set run.dir to a folder that is"
-                )
-        told = [problem]
-        dist.broadcast_object_list(told, src=0)
-        if told[0]:
-            raise ConfigError(told[0])
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            probe = self.run_dir / f".write-{os.getpid()}"
+            probe.write_text("x")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder must be writable; {self.run_dir} is not "
+                f"({(error.strerror or str(error)).lower()}); set run.dir to a folder that is"
+            ) from error
 
     def _open_data(self) -> None:
         config, world = self.config, self.world
