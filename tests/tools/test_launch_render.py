@@ -85,7 +85,7 @@ def test_the_run_file_travels_whole():
     mounts = documents[-1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
         "containers"
     ][0]["volumeMounts"]
-    assert [mount["mountPath"] for mount in mounts] == ["/dev/shm", "/cfg", "/runs", "/data"]
+    assert [mount["mountPath"] for mount in mounts] == ["/dev/shm", "/cfg", "/runs", "/data/shards"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,8 @@ def test_the_run_file_travels_whole():
         ({"processes_per_node": 4}, [], "remove --processes-per-node"),
         ({}, ["data.train=s3://KEY:hunter2hunter2@store/x"], "holds a secret"),
         ({"image": "user:hunter2hunter2@registry/x"}, [], ""),
+        ({}, ["data.valid=/other/valid"], "must lie below one folder"),
+        ({}, ["run.dir=/data/shards/runs"], "neither may hold the other"),
         ({}, ["optimizer.lr=-1"], "optimizer.lr must be positive"),
     ],
     ids=lambda value: str(value)[:20],

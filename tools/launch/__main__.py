@@ -87,6 +87,7 @@ def _add_options(render: argparse.ArgumentParser) -> None:
     option("--secret", "Secret whose entries become variables, such as WANDB_API_KEY")
     option("--runtime", "trainjob: the training runtime (torch-distributed)", str, _STOCK)
     option("--workdir", "the image's working directory (/nibble)", str, "/nibble")
+    option("--config-folder", "where the run file lies in a container (/cfg)", str, "/cfg")
     option("--restarts", "how often torchrun starts a failed run again (3)", int, 3)
     option("--time", "slurm: time limit (24:00:00)", str, "24:00:00")
     option("--partition", "slurm: partition")

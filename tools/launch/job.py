@@ -15,8 +15,6 @@ from pretrain.redact import mask_secrets, mask_text
 from tools.launch.documents import write_documents
 from tools.launch.structure import as_number
 
-CONFIG_FOLDER = "/cfg"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -40,6 +38,7 @@ class Options:
     secret: str | None = None
     runtime: str = "torch-distributed"
     workdir: str = "/nibble"
+    config_folder: str = "/cfg"
     restarts: int = 3
     time: str = "24:00:00"
     partition: str | None = None
@@ -80,17 +79,22 @@ class Job:
     @property
     def runs_mount(self) -> str:
         """Where run folders lie inside a container."""
-        return _mount(self.config.run.dir, self.options.workdir)
+        return self._absolute(self.config.run.dir)
 
     @property
     def data_mount(self) -> str | None:
-        """Where data lies inside a container; None where it is not a folder."""
-        paths = [path for path in _data_paths(self.config) if "://" not in path]
-        return _mount(paths[0], self.options.workdir) if paths else None
+        """The folder of all data inside a container; None where it lies in no folder."""
+        paths = [self._absolute(path) for path in _data_paths(self.config) if "://" not in path]
+        if not paths:
+            return None
+        return posixpath.commonpath([posixpath.dirname(path) for path in paths])
+
+    def _absolute(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.options.workdir, path))
 
     def arguments(self) -> list[str]:
         """What follows `torchrun`."""
-        found = ["-m", "pretrain", f"{CONFIG_FOLDER}/run.yaml"]
+        found = ["-m", "pretrain", f"{self.options.config_folder}/run.yaml"]
         if self.cpu:
             found.append("run.device=cpu")
         if self.options.restarts:
@@ -143,14 +147,6 @@ def _data_paths(config: PretrainConfig) -> list[str]:
     return found
 
 
-def _mount(path: str, workdir: str) -> str:
-    """The first folder of a path, absolute: what a volume is mounted at."""
-    whole = posixpath.normpath(posixpath.join(workdir, path))
-    base = workdir if whole.startswith(workdir.rstrip("/") + "/") else "/"
-    first = posixpath.relpath(whole, base).split("/")[0]
-    return posixpath.join(base, first)
-
-
 def _option_problems(options: Options, job: Job) -> list[str]:
     found = []
 
@@ -189,6 +185,17 @@ def _option_problems(options: Options, job: Job) -> list[str]:
     rule(
         bool(re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time)),
         f"--time must be Slurm's, such as 24:00:00; got {options.time!r}",
+    )
+    data, runs = job.data_mount, job.runs_mount
+    rule(
+        data != "/",
+        f"the data must lie below one folder, where a volume is mounted; got "
+        f"{', '.join(_data_paths(job.config))}; put it there, or set data.train and data.valid",
+    )
+    rule(
+        data is None or posixpath.commonpath([data, runs]) not in (data, runs),
+        f"run.dir and the data are two volumes, and neither may hold the other; got {runs} and "
+        f"{data}; set run.dir",
     )
     return found
 

@@ -4,7 +4,7 @@
 from typing import Any
 
 from tools.launch.documents import write_documents
-from tools.launch.job import CONFIG_FOLDER, Job
+from tools.launch.job import Job
 from tools.launch.job_facts import TRAINER
 
 Manifest = dict[str, Any]
@@ -186,7 +186,7 @@ def _volumes(job: Job) -> list[Manifest]:
 def _mounts(job: Job) -> list[Manifest]:
     found: list[Manifest] = [
         {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "config", "mountPath": CONFIG_FOLDER},
+        {"name": "config", "mountPath": job.options.config_folder},
         {"name": "runs", "mountPath": job.runs_mount},
     ]
     if job.data_mount:
