@@ -5,8 +5,6 @@ Triton is imported at the first call. Nothing here waits for the device, so that
 recorded in CUDA graphs.
 """
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from fused_ops.codecs import pad_to, roundup
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize.hadamard import FIXED_SIGNS
 from fused_ops.quantize.philox import Key
+from fused_ops.triton_support import device_reason
 
 ROW_TILE = {"rows": 4, "groups": 64, "warps": 4}
 """Blocks of a program: rows x groups of 16 columns. Measured on an H200; so are the others."""
@@ -27,27 +26,6 @@ INPUTS: tuple[torch.dtype, ...] = (torch.bfloat16,)
 """Types of inputs that are taken. The kernels read fp32 too, which has a test, not yet a run."""
 
 _SIGNS: dict[torch.device, Tensor] = {}
-
-
-@functools.cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def device_reason(x: Tensor) -> str | None:
-    """Why Triton kernels cannot take a tensor, or None."""
-    if not x.is_cuda:
-        return f"its kernels run on CUDA devices, the tensor is on {x.device.type}"
-    if _capability(x.device) < (9, 0):
-        return f"compute capability 9.0 is needed, the device has {_capability(x.device)}"
-    return _missing()
 
 
 def amax_supports(
