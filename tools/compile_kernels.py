@@ -31,8 +31,11 @@ _TYPES = {
     "count_ptr": "*i32",
     "out_ptr": "*i32",
     "plain_ptr": "*i32",
+    "flag_ptr": "*u8",
 }
-_ALIGNED = ("cols", "blocks", "stride", "words", "features", "size", "width")
+_ALIGNED = (
+    "cols", "blocks", "stride", "words", "row_stride", "col_stride", "features", "size", "width",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,12 +139,15 @@ def quantizer_variants() -> list[Variant]:
     found = [
         Variant(
             "amax_flat", "bf16",
-            {"BF16": True, "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"]},
+            {
+                "BF16": True, "FLAG": True,
+                "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"],
+            },
             AMAX_TILE["warps"],
         ),
         Variant(
             "amax_columns", "hadamard",
-            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True},
+            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True, "FLAG": True},
             COLUMN_TILE["warps"],
         ),
         Variant(
@@ -165,7 +171,7 @@ def quantizer_variants() -> list[Variant]:
 
 def _pairs() -> list[Variant]:
     """Quantizers along both axes, and from codes: of nvfp4 and of nvfp4_fast."""
-    from fused_ops.quantize.triton_launch import PAIR_TILE, REQUANTIZE_TILE
+    from fused_ops.quantize.triton_launch import FP8_TILE, PAIR_TILE, REQUANTIZE_TILE
 
     def side(prefix: str, **changes: Any) -> dict[str, Any]:
         base = {"POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0}
@@ -196,6 +202,19 @@ def _pairs() -> list[Variant]:
         )
         for label, constants in pairs.items()
     ]  # fmt: skip
+    found.append(
+        Variant(
+            "cast_fp8", "both",
+            {
+                "E5M2": False, "LARGEST": 448.0, "POW2": False, "ROW": True, "COLUMN": True,
+                "COUNT": False, "ROWS": FP8_TILE["rows"], "COLS": FP8_TILE["cols"],
+            },
+            FP8_TILE["warps"],
+            {
+                "x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "scale_ptr": "*fp32",
+            },
+        )
+    )  # fmt: skip
     requantized = {
         "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
         "FORM": 0, "SHIFT": 0, "EVEN": True,
@@ -208,14 +227,27 @@ def _pairs() -> list[Variant]:
     return found
 
 
+def find_kernel(variant: Variant) -> Any:
+    """The kernel in its op's files of kernels.
+
+    Raises:
+        AttributeError: there is none of that name.
+    """
+    package = importlib.import_module(f"fused_ops.{variant.op}")
+    for path in sorted(Path(package.__path__[0]).glob("*_kernels.py")):
+        module = importlib.import_module(f"{package.__name__}.{path.stem}")
+        if hasattr(module, variant.kernel):
+            return getattr(module, variant.kernel)
+    raise AttributeError(f"fused_ops/{variant.op} has no kernel {variant.kernel}")
+
+
 def compile_variant(variant: Variant, target: str) -> str:
     """Compile one; the line of the table that tells what came out."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernels = importlib.import_module(f"fused_ops.{variant.op}.triton_kernels")
-    kernel = getattr(kernels, variant.kernel)
+    kernel = find_kernel(variant)
     names = kernel.arg_names
     types = _TYPES | variant.types
     signature = {n: "constexpr" if n in variant.constants else types.get(n, "i32") for n in names}
