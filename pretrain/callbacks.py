@@ -34,6 +34,9 @@ class Callback:
     def on_event(self, trainer: "Trainer", kind: str, step: int, details: Row) -> None:
         """Something that is neither: resume, save, skip, precision_switch, stop."""
 
+    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+        """The run went back to the checkpoint of `step`; what came after it will come again."""
+
     def on_error(self, trainer: "Trainer", error: BaseException) -> None:
         """The run fails with `error`; close follows."""
 
@@ -63,6 +66,10 @@ class Record(Callback):
         self.metrics.event(kind, step, **details)
         said = "  ".join(f"{name} {value}" for name, value in details.items())
         self.progress.message(f"step {step}: {kind}  {said}".rstrip())
+
+    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+        """Signature: `Callback.on_rollback`."""
+        self.metrics.rewind(step)
 
     def close(self, trainer: "Trainer") -> None:
         """Signature: `Callback.close`."""

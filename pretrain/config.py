@@ -22,6 +22,7 @@ from fused_ops.errors import ConfigError
 from models.config import ModelConfig, ParallelConfig, model_problems
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
+from pretrain.bad_steps import BadStepConfig
 from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.config import DataConfig
@@ -78,6 +79,8 @@ class TrainConfig:
     """Refuse operations on the GPU that could give other bits in a second run; slower."""
     max_skipped: int = Field(default=100, ge=1)
     """Steps skipped one after another at which the run gives up."""
+    bad_steps: BadStepConfig = field(default_factory=BadStepConfig)
+    """What is done about losses and gradients that are not finite, and about loss spikes."""
     threads: int = Field(default=0, ge=0)
     """Threads of the process on a CPU; 0 leaves torch's choice (OMP_NUM_THREADS)."""
 

@@ -131,6 +131,11 @@ class MetricsLogger:
         if self._jsonl is not None:
             self._jsonl.write({"step": step, "event": kind, **details})
 
+    def rewind(self, step: int) -> None:
+        """Makes metrics.jsonl the history up to and including `step`; the other sinks keep all."""
+        if self._jsonl is not None:
+            self._jsonl.rewind(step)
+
     @property
     def lost_rows(self) -> int:
         """Rows that metrics.jsonl could not take."""

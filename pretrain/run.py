@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fused_ops.errors import ConfigError
+from pretrain.bad_steps import TrainingError
 from pretrain.checkpoint.manager import CheckpointError
 from pretrain.config import load_config, precision_plan
 from pretrain.initialize import shut_down
@@ -24,7 +25,7 @@ def run(path: str, overrides: Sequence[str]) -> int:
         return 0
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    from pretrain.trainer import Trainer, TrainingError  # only now: it loads the whole engine
+    from pretrain.trainer import Trainer  # only now: it loads the whole engine
 
     try:
         Trainer(config).run()

@@ -6,13 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fused_ops.errors import ConfigError
 from pretrain.callbacks import Callback, Profile, Record, Report
 from pretrain.checkpoint.agree import on_first
-from pretrain.checkpoint.manager import CheckpointManager, override_config
+from pretrain.checkpoint.manager import CheckpointManager, Resumed, override_config
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
 from pretrain.data.dataset import open_dataset, open_validation
@@ -23,14 +23,11 @@ from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.initialize import World, initialize
 from pretrain.metrics import MetricsLogger
 from pretrain.progress import Progress
+from pretrain.recovery import Recovery
 from pretrain.signals import StopSignals
 from pretrain.train_step import StepResult, train_step
 
 log = logging.getLogger(__name__)
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on for a reason that its user must see to."""
 
 
 @dataclass
@@ -47,11 +44,17 @@ class TrainState:
     """Steps without an update."""
     skipped_in_a_row: int = 0
     """Of these, since the last update."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of good steps: what a loss spike is judged by."""
+    rollbacks: int = 0
+    """How often a bad step sent the run back to a checkpoint."""
+    skip: list[list[int]] = field(default_factory=list)
+    """Batches that were left out then, as [first, last] sample."""
 
-    def advance(self, samples: int, tokens: int, updated: bool) -> None:
-        """After a step."""
+    def advance(self, consumed_samples: int, tokens: int, updated: bool) -> None:
+        """After a step, which ended at position `consumed_samples` of the data."""
         self.step += 1
-        self.consumed_samples += samples
+        self.consumed_samples = consumed_samples
         self.consumed_tokens += tokens
         self.skipped += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
@@ -87,6 +90,8 @@ class Trainer:
             self._open_data()
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
             resumed = self._resume()
+            self.recovery = Recovery(self)
+            self.step_over_samples()
             self._prepare_callbacks(resumed)
         except BaseException:
             self.checkpoints.abort()
@@ -102,13 +107,13 @@ class Trainer:
                 self._save()
                 self.checkpoints.wait()
             if stopped:
-                self._event("stop", signal=signals.received.name if signals.received else "rank")
+                self.event("stop", signal=signals.received.name if signals.received else "rank")
         except BaseException as error:
-            self._each("on_error", error)
+            self.each("on_error", error)
             self.checkpoints.abort()
             raise
         finally:
-            self._each("close")
+            self.each("close")
             self.loader.close()
         self.checkpoints.close()
         return self.state
@@ -120,14 +125,19 @@ class Trainer:
             started, step = time.perf_counter(), state.step + 1
             self._switch_precision()
             engine.precision_state.set_step(step)
-            self._each("before_step", step)
+            self.each("before_step", step)
             micro_batches = self.loader.step(state.consumed_samples)
-            result = train_step(engine, micro_batches, signals.received is not None)
-            tokens = config.global_batch_size * engine.seq_length
-            state.advance(config.global_batch_size, tokens, result.updated)
-            self._each("after_step", self._row(result, tokens, time.perf_counter() - started))
-            self._check_skipped(result)
+            samples = self.loader.samples(state.consumed_samples)
+            stop = signals.received is not None
+            result = train_step(engine, micro_batches, stop, self.recovery.refuses)
+            tokens = len(samples) * engine.seq_length
+            state.advance(samples[-1] + 1, tokens, result.updated)
+            self.each("after_step", self._row(result, tokens, time.perf_counter() - started))
+            self.recovery.after_step(result, micro_batches, samples)
             self.checkpoints.poll()
+            state = self.state  # a rollback brings another
+            if state.step != step:
+                continue
             if result.stop and state.step < config.steps:
                 return True
             if config.eval_interval and step % config.eval_interval == 0 and step < config.steps:
@@ -153,26 +163,25 @@ class Trainer:
             row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
         return row
 
-    def _check_skipped(self, result: StepResult) -> None:
-        if result.updated:
-            return
-        limit, in_a_row = self.config.train.max_skipped, self.state.skipped_in_a_row
-        reason = (
-            "an operand of a quantized GEMM was not finite"
-            if result.nonfinite_operand
-            else "the gradient was not finite"
+    def load_newest(self) -> int | None:
+        """Back to the newest checkpoint of this run; its step, or None when there is none."""
+        engine = self.engine
+        resumed = self.checkpoints.roll_back(
+            engine.chunks, engine.optimizer, engine.scheduler, resolved_config=encode(self.config)
         )
-        self._event("skip", reason=reason)
-        if in_a_row >= limit:
-            raise TrainingError(
-                f"at most train.max_skipped={limit} steps in a row may be skipped; step "
-                f"{self.state.step} was one more ({reason}); lower optimizer.lr, or continue from "
-                "an earlier checkpoint"
-            )
+        if resumed is None:
+            return None
+        self._take_over(resumed)
+        return self.state.step
+
+    def step_over_samples(self) -> None:
+        """Tells the loader which samples to leave out: the user's, and those of rollbacks."""
+        left_out = [(first, last) for first, last in self.state.skip]
+        self.loader.leave_out([*self.config.data.skip_samples, *left_out])
 
     def _switch_precision(self) -> None:
         for change in self.engine.plan.update(self.state.consumed_samples):
-            self._event("precision_switch", change=change)
+            self.event("precision_switch", change=change)
 
     # ---- evaluation and checkpoints
 
@@ -184,7 +193,7 @@ class Trainer:
             name: loader.batches(count) for name, loader in self.validation.items()
         }
         row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
-        self._each("on_eval", row)
+        self.each("on_eval", row)
 
     def _evaluate_at_end(self) -> None:
         if self.state.step == self.config.train.steps:
@@ -216,14 +225,17 @@ class Trainer:
         )
         if resumed is None:
             return None
-        engine.precision_state.weights_changed()
-        if resumed.extra:
-            self.state = TrainState(**resumed.extra["train_state"])
-            engine.plan.load_state_dict(resumed.extra["precision"])
+        self._take_over(resumed)
         if self.world.is_main:
             for note in resumed.notes:
                 log.warning("%s", note)
         return self.state.step or None
+
+    def _take_over(self, resumed: Resumed) -> None:
+        self.engine.precision_state.weights_changed()
+        if resumed.extra:
+            self.state = TrainState(**resumed.extra["train_state"])
+            self.engine.plan.load_state_dict(resumed.extra["precision"])
 
     # ---- set-up
 
@@ -282,11 +294,13 @@ class Trainer:
         if config.log.report:
             self.callbacks.append(Report())
         if resumed_step is not None:
-            self._event("resume")
+            self.event("resume")
 
-    def _each(self, moment: str, *details: Any) -> None:
+    def each(self, moment: str, *details: Any) -> None:
+        """Calls a moment of every callback."""
         for callback in self.callbacks:
             getattr(callback, moment)(self, *details)
 
-    def _event(self, kind: str, **details: Any) -> None:
-        self._each("on_event", kind, self.state.step, details)
+    def event(self, kind: str, **details: Any) -> None:
+        """Something happened at the current step."""
+        self.each("on_event", kind, self.state.step, details)

@@ -17,7 +17,14 @@ FIXED = ("model.*", "data.*", "run.seed", "optimizer.name", "train.dtype")
 BOUND = ("optimizer.*", "precision.*", "train.global_batch_size")
 # Of the sections above, what changes neither the weights' shapes nor what is trained on. Where the
 # data lies is free because its content has a fingerprint of its own.
-FREE = ("data.train*", "data.valid*", "data.*workers*", "data.prefetch*", "data.cache*")
+FREE = (
+    "data.train*",
+    "data.valid*",
+    "data.skip_samples",
+    "data.*workers*",
+    "data.prefetch*",
+    "data.cache*",
+)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ micro_batch_size); data-parallel rank r of D takes the micro-batches r, r + D, .
 of a step, and which of them share a micro-batch, do not depend on the number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypedDict
@@ -18,6 +18,7 @@ from torch import Tensor
 from fused_ops.errors import ConfigError
 from pretrain.data.config import DataConfig
 from pretrain.data.dataset import Dataset, ValidationSet
+from pretrain.data.skips import Skips
 
 
 class MicroBatch(TypedDict):
@@ -185,6 +186,7 @@ class TrainLoader:
         self._assembler = _Assembler(dataset, micro_batch_size, options or BatchOptions())
         self._pool = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
         self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
+        self.skips = Skips()
 
     def step(self, consumed_samples: int, global_batch_size: int | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples.
@@ -202,17 +204,25 @@ class TrainLoader:
             result = ahead[1].result()
         else:
             result = self._pool.submit(self._make, *wanted).result()
-        following = (consumed_samples + size, size)
+        following = (self.skips.after(consumed_samples, size), size)
         self._ahead = (following, self._pool.submit(self._make, *following))
         return result
 
     def _make(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         size = self.micro_batch_size
-        batches = []
-        for index in range(self.dp_rank, global_batch_size // size, self.dp_size):
-            first = consumed_samples + index * size
-            batches.append(self._assembler.micro_batch(index, list(range(first, first + size))))
-        return batches
+        samples = self.skips.samples(consumed_samples, global_batch_size)
+        return [
+            self._assembler.micro_batch(index, samples[index * size : (index + 1) * size])
+            for index in range(self.dp_rank, global_batch_size // size, self.dp_size)
+        ]
+
+    def samples(self, consumed_samples: int) -> list[int]:
+        """All samples of the step that follows position `consumed_samples`, on all ranks."""
+        return self.skips.samples(consumed_samples, self.global_batch_size)
+
+    def leave_out(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """From the next step on, steps over the samples in `ranges`, [first, last] each."""
+        self.skips, self._ahead = Skips(ranges), None
 
     def close(self) -> None:
         """Ends the prefetch thread."""
