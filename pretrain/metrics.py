@@ -47,6 +47,10 @@ class LogConfig:
     report: bool = True
     """Write report.html when the run ends."""
 
+    throughput_window: int = Field(default=50, ge=0)
+    """Steps over which the step time is compared with the run's best, and ranks with one another:
+    events `slower` and `stragglers`; 0: never."""
+
     tensorboard: bool = False
     """Also write TensorBoard event files to RUN/tensorboard."""
 

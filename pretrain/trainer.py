@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.callbacks import Callback, Profile, Record, Report
+from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.manager import CheckpointManager, Resumed, override_config
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
@@ -18,16 +19,23 @@ from pretrain.config_file import encode
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import cudnn_shadow, report_absences, write_environment
+from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
+from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
+from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
+from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
 from pretrain.train_step import StepResult, train_step
+from pretrain.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+STOP_FILE = "stop"
+"""RUN/stop asks a run to save and stop, as SIGTERM does."""
 
 
 @dataclass
@@ -66,48 +74,62 @@ class Trainer:
     Args:
         config: the run.
         callbacks: called in every moment before the built-in ones.
+        store: where the processes of this start have met; None: torch's own way.
 
     Raises (from the constructor):
         ConfigError: what the user can mend: folders, data, settings against a checkpoint's.
     """
 
-    def __init__(self, config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self, config: PretrainConfig, callbacks: Sequence[Callback] = (), store: Any = None
+    ) -> None:
         self.world: World = initialize(
             config.parallel,
             device=config.run.device,
             seed=config.run.seed,
             timeout_minutes=config.run.timeout_minutes,
             deterministic=config.train.deterministic,
+            store=store,
         )
         self.run_dir = config.run.path
+        self.callbacks: list[Callback] = list(callbacks)
         on_first(self._make_run_folder)
         self.checkpoints = CheckpointManager(config.checkpoint, self.run_dir)
-        self.callbacks: list[Callback] = list(callbacks)
+        self._log_file = log_to_file(self.run_dir, self.world.rank)
+        self.watchdog = Watchdog(self.world.rank, self.world.size, config.run.hang_seconds)
         try:
+            heartbeat: Heartbeat | None = on_first(lambda: self._start_heartbeat(config), False)
+            self.callbacks.append(Watch(self.watchdog, heartbeat))
             if self.checkpoints.find() is not None:
                 config = override_config(config, config.checkpoint.override)
             self.config, self.state = config, TrainState()
             self._open_data()
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
+            self.watchdog.work = lambda: self.engine.precision_state.micro_batch
             resumed = self._resume()
             self.recovery = Recovery(self)
             self.step_over_samples()
             self._prepare_callbacks(resumed)
-        except BaseException:
+        except BaseException as error:
+            self.each("on_error", error)
             self.checkpoints.abort()
+            self.watchdog.close()
+            stop_logging(self._log_file)
             raise
 
     def run(self) -> TrainState:
         """Trains; saves and evaluates at the end; closes everything in every case."""
         try:
-            with StopSignals() as signals:
+            with StopSignals(self.run_dir / STOP_FILE if self.world.is_main else None) as signals:
                 stopped = self._train(signals)
                 if not stopped:
                     self._evaluate_at_end()
                 self._save()
+                self.each("on_phase", "end")
                 self.checkpoints.wait()
+            self.each("on_phase", "stopped" if stopped else "done")
             if stopped:
-                self.event("stop", signal=signals.received.name if signals.received else "rank")
+                self.event("stop", signal=signals.received.name if signals.received else "asked")
         except BaseException as error:
             self.each("on_error", error)
             self.checkpoints.abort()
@@ -115,6 +137,7 @@ class Trainer:
         finally:
             self.each("close")
             self.loader.close()
+            stop_logging(self._log_file)
         self.checkpoints.close()
         return self.state
 
@@ -128,8 +151,7 @@ class Trainer:
             self.each("before_step", step)
             micro_batches = self.loader.step(state.consumed_samples)
             samples = self.loader.samples(state.consumed_samples)
-            stop = signals.received is not None
-            result = train_step(engine, micro_batches, stop, self.recovery.refuses)
+            result = train_step(engine, micro_batches, signals.asked, self.recovery.refuses)
             tokens = len(samples) * engine.seq_length
             state.advance(samples[-1] + 1, tokens, result.updated)
             self.each("after_step", self._row(result, tokens, time.perf_counter() - started))
@@ -167,7 +189,10 @@ class Trainer:
         """Back to the newest checkpoint of this run; its step, or None when there is none."""
         engine = self.engine
         resumed = self.checkpoints.roll_back(
-            engine.chunks, engine.optimizer, engine.scheduler, resolved_config=encode(self.config)
+            engine.chunks,
+            engine.optimizer,
+            engine.scheduler,
+            resolved_config=mask_secrets(encode(self.config)),
         )
         if resumed is None:
             return None
@@ -192,6 +217,7 @@ class Trainer:
         sets: dict[str, Iterator[list[MicroBatch]]] = {
             name: loader.batches(count) for name, loader in self.validation.items()
         }
+        self.each("on_phase", "evaluate")
         row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
         self.each("on_eval", row)
 
@@ -203,6 +229,7 @@ class Trainer:
         state, engine = self.state, self.engine
         if state.step == 0:
             return
+        self.each("on_phase", "save")
         with gathered_parameters(engine):
             self.checkpoints.save(
                 state.step,
@@ -210,7 +237,7 @@ class Trainer:
                 engine.optimizer,
                 engine.scheduler,
                 extra={"train_state": asdict(state), "precision": engine.plan.state_dict()},
-                resolved_config=encode(self.config),
+                resolved_config=mask_secrets(encode(self.config)),
             )
 
     def _resume(self) -> int | None:
@@ -221,7 +248,7 @@ class Trainer:
             engine.chunks,
             engine.optimizer,
             engine.scheduler,
-            resolved_config=encode(self.config),
+            resolved_config=mask_secrets(encode(self.config)),
         )
         if resumed is None:
             return None
@@ -239,9 +266,14 @@ class Trainer:
 
     # ---- set-up
 
+    def _start_heartbeat(self, config: PretrainConfig) -> Heartbeat:
+        values = {"config": encode(config), "code": git_state(Path(__file__).parent.parent)}
+        return Heartbeat(self.run_dir, digest(values), config.run.max_failures)
+
     def _make_run_folder(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / STOP_FILE).unlink(missing_ok=True)  # of an earlier start
             probe = self.run_dir / f".write-{os.getpid()}"
             probe.write_text("x")
             probe.unlink()
@@ -289,6 +321,8 @@ class Trainer:
             enabled=main,
         )
         self.callbacks.append(Record(metrics, progress))
+        if config.log.throughput_window:
+            self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:
