@@ -120,8 +120,8 @@ def model_problems(
     tp, query_groups = parallel.tensor_model_parallel_size, values.get("num_query_groups")
     if model.qk_norm_over == "all_heads" and query_groups and query_groups % tp:
         problems.append(
-            f"model.qk_norm_over all_heads needs num_query_groups ({query_groups}) to be a multiple "
-            f"of tensor_model_parallel_size {tp}; use fewer tensor-parallel processes"
+            f"model.qk_norm_over all_heads needs num_query_groups ({query_groups}) to be a "
+            f"multiple of tensor_model_parallel_size {tp}; use fewer tensor-parallel processes"
         )
     for name in ("seq_length", "make_vocab_size_divisible_by", "vocab_size"):
         value = getattr(model, name)

@@ -124,9 +124,7 @@ def stretch_rotary(owner: Any, model: ModelConfig) -> None:
     """Apply `model.rope_scaling` to the frequencies of `owner.rotary_pos_emb`, where there are."""
     rotary = getattr(owner, "rotary_pos_emb", None)
     if rotary is not None and model.rope_scaling is not None:
-        rotary.inv_freq = scaled_frequencies(
-            rotary.inv_freq, model.rope_scaling, model.rotary_base
-        )
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rope_scaling, model.rotary_base)
 
 
 def sizes(chunks: list[HybridModel]) -> dict[torch.dtype, int]:

@@ -19,11 +19,10 @@ if __name__ == "__main__" and not __package__:  # python tools/convert.py: as wi
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fused_ops.errors import ConfigError
@@ -38,12 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     cpu_compat.enable()  # before megatron-core is imported
+    from models.conversion.plan import ProofError
     from pretrain.checkpoint.io import CheckpointError
     from pretrain.initialize import shut_down
 
     try:
-        with _megatron_to_stderr():
-            return options.run(options)
+        return options.run(options)
+    except ProofError as error:
+        print("\n".join(f"FAILED: {problem}" for problem in error.problems), file=sys.stderr)
+        return 1
     except (ConfigError, CheckpointError) as error:
         for problem in getattr(error, "problems", [str(error)]):
             print(f"error: {problem}", file=sys.stderr)
@@ -55,12 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         shut_down()
-
-
-@contextlib.contextmanager
-def _megatron_to_stderr() -> Iterator[None]:
-    """Kept as a place of its own: megatron-core prints while it is imported."""
-    yield
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,7 +92,22 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
     check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
     check.set_defaults(run=_verify)
+
+    look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
+    look.add_argument("source", type=Path, metavar="DIR")
+    look.add_argument("--verify", action="store_true", help="read every byte and check it")
+    look.set_defaults(run=_inspect)
     return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from pretrain.conversion.inspecting import inspect
+
+    lines, problems = inspect(options.source, check=options.verify)
+    print("\n".join(lines))
+    if options.verify:
+        print("\n".join(f"FAILED: {problem}" for problem in problems) or "verified: whole")
+    return 1 if problems else 0
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -104,9 +115,7 @@ def _import(options: argparse.Namespace) -> int:
 
     from pretrain.conversion.importing import ImportOptions, import_folder, model_yaml
 
-    asked = ImportOptions(
-        dtype=options.dtype, decode=options.decode, verify=not options.no_verify
-    )
+    asked = ImportOptions(dtype=options.dtype, decode=options.decode, verify=not options.no_verify)
     done = import_folder(options.source, options.target, asked)
     status = _report(done.notes, done.verdict)
     if status == 0:

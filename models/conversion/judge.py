@@ -108,9 +108,13 @@ class Judge:
             state[name] = tensor.to(dtype or tensor.dtype).float()
         with _quiet():
             settings = LoadStateDictConfig(
-                weight_mapping=get_model_conversion_mapping(self.model), dtype=torch.float32
+                weight_mapping=get_model_conversion_mapping(self.model),  # type: ignore[arg-type]
+                dtype=torch.float32,
             )
-            convert_and_load_state_dict_in_model(self.model, state, settings)
+            found, _ = convert_and_load_state_dict_in_model(self.model, state, settings)
+        wrong = [*found.mismatched_keys, *found.conversion_errors, *found.error_msgs]
+        if wrong:
+            raise ConfigError(f"transformers cannot load {wrong[0]} of the model folder")
 
     def _check_filled(self, module: torch.nn.Module, what: str) -> None:
         empty = [

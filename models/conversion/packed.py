@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders whose weights are packed: recognized by name and dtype, refused or decoded.
 
-    NVFP4, ModelOpt            X.weight (U8), X.weight_scale (E4M3), X.weight_scale_2
-    NVFP4, compressed-tensors  X.weight_packed (U8), X.weight_scale (E4M3), X.weight_global_scale
-    MXFP8                      X.weight (E4M3), X.weight_scale (U8, E8M0, one for 32 columns)
-    FP8                        X.weight (E4M3), X.weight_scale (one, or one a row)
-    FP8 in blocks              X.weight (E4M3), X.weight_scale_inv (one for 128 x 128)
-    MXFP4 of GPT-OSS           X_blocks (U8), X_scales (U8), stacked over experts
+NVFP4, ModelOpt            X.weight (U8), X.weight_scale (E4M3), X.weight_scale_2
+NVFP4, compressed-tensors  X.weight_packed (U8), X.weight_scale (E4M3), X.weight_global_scale
+MXFP8                      X.weight (E4M3), X.weight_scale (U8, E8M0, one for 32 columns)
+FP8                        X.weight (E4M3), X.weight_scale (one, or one a row)
+FP8 in blocks              X.weight (E4M3), X.weight_scale_inv (one for 128 x 128)
+MXFP4 of GPT-OSS           X_blocks (U8), X_scales (U8), stacked over experts
 """
 
 import fnmatch
@@ -37,6 +37,7 @@ class _Packed:
 def packed_weights(source: SafetensorsFolder) -> dict[str, _Packed]:
     """{name of the weight: how it is packed}."""
     found: dict[str, _Packed] = {}
+    parts: tuple[str, ...]
     for name in source:
         spec = source.spec(name)
         if name.endswith(".weight_packed"):

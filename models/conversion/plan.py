@@ -17,6 +17,10 @@ from models.pattern import Pattern
 _SHOWN = 6
 
 
+class ProofError(ConfigError):
+    """The two sides are not one model: a tensor is left over, missing, or of another shape."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Links in the order of the model, over the tensors of a checkpoint."""
@@ -80,7 +84,9 @@ def make_plan(
         )
     for side in ("ours", "theirs"):
         twice = made_twice(
-            piece for link in found if side == "theirs" or not link.copy
+            piece
+            for link in found
+            if side == "theirs" or not link.copy
             for piece in getattr(link, side)
         )
         assert not twice, f"the table of {family.name} makes {twice[:3]} twice"
@@ -106,16 +112,15 @@ def to_ours(plan: Plan, link: Link, theirs: list[Tensor]) -> Iterator[tuple[Piec
         made = link.shape.to_ours(theirs, plan.sizes)
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{names} of shape {[tuple(t.shape) for t in theirs]} does not fit config.json: {reason}"
+        raise ProofError(
+            f"{names} of shape {[tuple(t.shape) for t in theirs]} does not fit config.json: "
+            f"{reason}"
         ) from None
     for piece, tensor in zip(link.ours, made, strict=True):
         spec = plan.spec(piece)
         if tuple(tensor.shape) != spec.shape:
-            raise ConfigError(
+            raise ProofError(
                 f"{names}: {tuple(tensor.shape)} for {piece}, which config.json says is "
                 f"{spec.shape}"
             )
         yield piece, tensor.to(spec.dtype)
-
-

@@ -90,7 +90,10 @@ class SafetensorsFolder:
             pickles = sorted(p.name for p in self.folder.glob("*.bin"))
             raise ConfigError(
                 f"{self.folder} must hold safetensors files"
-                + (f"; {pickles[0]} is a pickle, which can run code, and is not read" * bool(pickles))
+                + (
+                    f"; {pickles[0]} is a pickle, which can run code, and is not read"
+                    * bool(pickles)
+                )
                 + "; save the model with safe_serialization"
             )
         single = self.folder / SINGLE
@@ -166,7 +169,11 @@ class SafetensorsWriter:
         self._place: dict[str, tuple[str, int]] = {}
         groups = list(_grouped(self._specs, max_file_bytes))
         for number, names in enumerate(groups, 1):
-            file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            file = (
+                SINGLE
+                if len(groups) == 1
+                else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            )
             self._begin(file, names)
 
     def _begin(self, file: str, names: list[str]) -> None:

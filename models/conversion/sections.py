@@ -34,7 +34,10 @@ _FIELDS = {
         moe_expert_capacity_factor""",
     "M": "mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim",
 }
-_YARN = "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
+_YARN = (
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale"
+    " mscale_all_dim"
+)
 # Values of config fields that mean the same.
 _SAME = {"moe_router_topk_scaling_factor": 1.0, "moe_shared_expert_intermediate_size": 0}
 

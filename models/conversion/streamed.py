@@ -63,7 +63,9 @@ class StreamedModel:
         rows, place = ids.unique(return_inverse=True)
         table = torch.stack(
             [
-                self.source.read_region("embedding.word_embeddings.weight", [row, 0], (1, hidden))[0]
+                self.source.read_region("embedding.word_embeddings.weight", [row, 0], (1, hidden))[
+                    0
+                ]
                 for row in rows.tolist()
             ]
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3: latent attention, shared experts, a router that a bias balances, prediction layers."""
+"""DeepSeek-V3: latent attention, shared experts, a bias that balances, prediction layers."""
 
 from typing import Any
 
@@ -35,9 +35,7 @@ _PREDICTION = (
     rule("hnorm.weight", "hnorm.weight"),
     rule("eh_proj.weight", "eh_proj.weight"),
     rule("final_layernorm.weight", "shared_head.norm.weight"),
-    rule(
-        "embedding.word_embeddings.weight", "embed_tokens.weight", VOCABULARY, copy=True
-    ),
+    rule("embedding.word_embeddings.weight", "embed_tokens.weight", VOCABULARY, copy=True),
     rule("output_layer.weight", "shared_head.head.weight", VOCABULARY, copy=True),
 )
 _ROPE = {
@@ -146,10 +144,6 @@ def _rope(values: ConfigValues, section: dict[str, Any]) -> dict[str, Any]:
             "for latent attention"
         )
     found = {ours: given[theirs] for theirs, ours in _ROPE.items() if given.get(theirs) is not None}
-    if not values.get("qk_nope_head_dim") or (given.get("mscale") or 0) != (
-        given.get("mscale_all_dim") or 0
-    ):
-        pass  # both engines divide one by the other
     return {"rope_type": "yarn", "mscale_all_dim": 0.0, **found}
 
 

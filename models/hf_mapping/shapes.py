@@ -98,7 +98,10 @@ class Rows(Shape):
         heads = config.mamba_num_heads
         if heads is None:
             heads = 2 * config.hidden_size // config.mamba_head_dim
-        inner, state = heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
+        inner, state = (
+            heads * config.mamba_head_dim,
+            config.mamba_num_groups * config.mamba_state_dim,
+        )
         lengths = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads}
         return [lengths[name] for name in self.segments]
 

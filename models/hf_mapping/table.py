@@ -97,7 +97,7 @@ def links(
     A rule counts where all of its names are among `ours`, so that biases and the like need no
     condition of their own.
     """
-    found = []
+    found: list[Link] = []
     for rules, (our_prefix, their_prefix) in _places(family, pattern):
         for rule in rules:
             prefix = "" if rule.copy else our_prefix  # a copy's own names are whole ones
@@ -107,9 +107,7 @@ def links(
     return found, sorted(set(ours) - made)
 
 
-def _places(
-    family: Family, pattern: Pattern
-) -> Iterator[tuple[tuple[Rule, ...], tuple[str, str]]]:
+def _places(family: Family, pattern: Pattern) -> Iterator[tuple[tuple[Rule, ...], tuple[str, str]]]:
     """(rules, (our prefix, their prefix)) in the order of the model."""
     yield family.top, ("", "")
     for position, symbol in enumerate(pattern.layers):

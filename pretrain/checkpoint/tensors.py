@@ -196,16 +196,15 @@ class TensorReader:
         for chunk, info in self._pieces[name]:
             first = [max(a, b) for a, b in zip(offsets, chunk.offsets)]
             last = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)
+                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)
             ]
             if any(a >= b for a, b in zip(first, last)) and out.dim():
                 continue
             start = [a - b for a, b in zip(first, chunk.offsets)]
             part = self._part(info, chunk, start, [b - a for a, b in zip(first, last)])
             target = out
-            for axis, (start, end, base) in enumerate(zip(first, last, offsets)):
-                target = target.narrow(axis, start - base, end - start)
+            for axis, (low, high, base) in enumerate(zip(first, last, offsets)):
+                target = target.narrow(axis, low - base, high - low)
             target.copy_(part)
             covered += part.numel()
         if covered != out.numel():

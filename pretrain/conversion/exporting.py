@@ -55,9 +55,7 @@ class Exported:
     verdict: Verdict | None
 
 
-def export_checkpoint(
-    checkpoint: OpenCheckpoint, folder: Path, options: ExportOptions
-) -> Exported:
+def export_checkpoint(checkpoint: OpenCheckpoint, folder: Path, options: ExportOptions) -> Exported:
     """Write a model folder and prove it. It gets its name only after the proof.
 
     One that fails is left as FOLDER.failed, to look at. ConfigError for models that no family can
@@ -97,9 +95,7 @@ def make_pair(
     )
 
 
-def export_config(
-    checkpoint: OpenCheckpoint, name: str | None
-) -> tuple[Family, dict[str, Any]]:
+def export_config(checkpoint: OpenCheckpoint, name: str | None) -> tuple[Family, dict[str, Any]]:
     """The family and config.json: the one that came with an import where it is still true."""
     section, carried = checkpoint.section, checkpoint.carried().get("config.json")
     stored = json.loads(carried.read_bytes()) if carried is not None else {}
@@ -191,8 +187,11 @@ def write_small_files(
             shutil.copyfile(path, folder / name)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     if "generation_config.json" not in carried:
-        ids = {k: hf_config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")
-               if hf_config.get(k) is not None}
+        ids = {
+            k: hf_config[k]
+            for k in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if hf_config.get(k) is not None
+        }
         text = json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n"
         (folder / "generation_config.json").write_text(text)
     if tokenizer is not None or not any(name.startswith("tokenizer") for name in carried):
@@ -200,16 +199,14 @@ def write_small_files(
     return []
 
 
-def _write_tokenizer(
-    checkpoint: OpenCheckpoint, folder: Path, given: Path | None
-) -> list[str]:
+def _write_tokenizer(checkpoint: OpenCheckpoint, folder: Path, given: Path | None) -> list[str]:
     from pretrain.data.tokenizer import TOKENIZER_NAME
 
     if given is not None and given.is_dir():
         for path in given.iterdir():
-            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
-                if path.name not in ("config.json", "generation_config.json"):
-                    shutil.copyfile(path, folder / path.name)
+            kind = path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja")
+            if kind and path.name not in ("config.json", "generation_config.json"):
+                shutil.copyfile(path, folder / path.name)
         return []
     if given is None:
         train = checkpoint.config.data.train

@@ -15,7 +15,7 @@ import torch
 from fused_ops.errors import ConfigError
 from models.config import ModelConfig
 from models.conversion.expected import Expected, expected_tensors
-from models.conversion.plan import Plan, make_plan, to_ours, with_tied_head
+from models.conversion.plan import Plan, ProofError, make_plan, to_ours, with_tied_head
 from models.conversion.sections import engine_config, family_of, read_section, sizes_of
 from models.pattern import parse_pattern
 from pretrain.checkpoint.io import dump_json, file_entry, make_folder, remove_folder, write_durably
@@ -128,13 +128,11 @@ def _complete_plan(
 ) -> Plan:
     """The plan, with every tensor of the folder used and every tensor of the model made."""
     sizes = sizes_of(section, engine_config(section), section.vocab_size or 0)
-    plan = make_plan(
-        family_of(hf_config), parse_pattern(section.pattern), expected.tensors, sizes
-    )
+    plan = make_plan(family_of(hf_config), parse_pattern(section.pattern), expected.tensors, sizes)
     present = list(source)
     plan = with_tied_head(plan, present)
     if problems := plan.problems(present):
-        raise ConfigError(problems)
+        raise ProofError(problems)
     return plan
 
 
@@ -181,7 +179,7 @@ def _check_copy(plan: Plan, link: Any, theirs: list[Any], source: Any) -> None:
         if other.ours == link.ours and not other.copy:
             original = source.read(other.theirs[0].name)
             if not torch.equal(original, theirs[0]):
-                raise ConfigError(
+                raise ProofError(
                     f"{link.theirs[0]} must equal {other.theirs[0]}, of which the model has one "
                     "copy (a tied head, or a prediction layer's), and differs; if it is a head of "
                     "its own, set tie_word_embeddings to false in config.json"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that a checkpoint and a model folder are one model: tensors, values, configuration, logits."""
+"""Proof that a checkpoint and a model folder are one model: names, values, settings, logits."""
 
 import json
 from collections.abc import Mapping
@@ -154,7 +154,8 @@ def _without_prediction(theirs: ModelConfig, pair: Pair) -> ModelConfig:
 
 def compare_values(pair: Pair, plan: Plan, verdict: Verdict, *, show: bool) -> None:
     """Every tensor of the folder against the checkpoint's, bit by bit after rounding alike."""
-    present, wrong, names = set(pair.source), [], set()
+    present, wrong = set(pair.source), []
+    names: set[str] = set()
     with Bar("values", len(plan.links), show=show) as bar:
         for link in plan.links:
             if all(piece.name in present for piece in link.theirs):
@@ -212,9 +213,9 @@ def _prove(pair: Pair, plan: Plan, show: bool) -> LogitsProof:
     fewer: dict[str, torch.dtype] = {}
     for link in plan.links:
         for piece in link.theirs:
-            ours, theirs = plan.spec(link.ours[0]).dtype, pair.source.spec(piece.name).dtype
-            if ours.itemsize < theirs.itemsize:
-                fewer[piece.name] = ours
+            dtype = plan.spec(link.ours[0]).dtype
+            if dtype.itemsize < pair.source.spec(piece.name).dtype.itemsize:
+                fewer[piece.name] = dtype
     judge = Judge(pair.folder, pair.source, fewer.get)
     ours = StreamedModel(pair.section, pair.reader, process_groups())
     tokens = 67

@@ -64,11 +64,20 @@ TOYS = {
     ),
     "mistral": ("mistral", {**DENSE, "sliding_window": 24, "head_dim": 16}),
     "qwen2": ("qwen2", {**DENSE, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "qwen3": ("qwen3", {**DENSE, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": (
+        "qwen3",
+        {**DENSE, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "qwen3_moe": (
         "qwen3_moe",
-        {**DENSE, **MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0],
-         "num_hidden_layers": 3},
+        {
+            **DENSE,
+            **MOE,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+        },
     ),
     "qwen3_moe_unnormalized": ("qwen3_moe", {**DENSE, **MOE, "head_dim": 8}),
     "mixtral": ("mixtral", {**DENSE, "num_local_experts": 12, "num_experts_per_tok": 3}),
