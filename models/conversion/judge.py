@@ -9,9 +9,11 @@ only, and imported here only.
 import contextlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -111,7 +113,9 @@ class Judge:
                 weight_mapping=get_model_conversion_mapping(self.model),  # type: ignore[arg-type]
                 dtype=torch.float32,
             )
-            found, _ = convert_and_load_state_dict_in_model(self.model, state, settings)
+            # Values are in memory already: a pool of threads for each layer only costs.
+            with mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}):
+                found, _ = convert_and_load_state_dict_in_model(self.model, state, settings)
         wrong = [*found.mismatched_keys, *found.conversion_errors, *found.error_msgs]
         if wrong:
             raise ConfigError(f"transformers cannot load {wrong[0]} of the model folder")
