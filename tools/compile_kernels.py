@@ -30,8 +30,9 @@ _TYPES = {
     "count_ptr": "*i32",
     "out_ptr": "*i32",
     "plain_ptr": "*i32",
+    "flag_ptr": "*u8",
 }
-_ALIGNED = ("cols", "blocks", "stride", "words")
+_ALIGNED = ("cols", "blocks", "stride", "words", "row_stride", "col_stride")
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,15 @@ def variants() -> list[Variant]:
     found = [
         Variant(
             "amax_flat", "bf16",
-            {"BF16": True, "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"]},
+            {
+                "BF16": True, "FLAG": True,
+                "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"],
+            },
             AMAX_TILE["warps"],
         ),
         Variant(
             "amax_columns", "hadamard",
-            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True},
+            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True, "FLAG": True},
             COLUMN_TILE["warps"],
         ),
         Variant(
@@ -100,7 +104,7 @@ def variants() -> list[Variant]:
 
 def _pairs() -> list[Variant]:
     """Quantizers along both axes, and from codes: of nvfp4 and of nvfp4_fast."""
-    from fused_ops.quantize.triton_launch import PAIR_TILE, REQUANTIZE_TILE
+    from fused_ops.quantize.triton_launch import FP8_TILE, PAIR_TILE, REQUANTIZE_TILE
 
     def side(prefix: str, **changes: Any) -> dict[str, Any]:
         base = {"POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0}
@@ -131,6 +135,19 @@ def _pairs() -> list[Variant]:
         )
         for label, constants in pairs.items()
     ]  # fmt: skip
+    found.append(
+        Variant(
+            "cast_fp8", "both",
+            {
+                "E5M2": False, "LARGEST": 448.0, "POW2": False, "ROW": True, "COLUMN": True,
+                "COUNT": False, "ROWS": FP8_TILE["rows"], "COLS": FP8_TILE["cols"],
+            },
+            FP8_TILE["warps"],
+            {
+                "x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "scale_ptr": "*fp32",
+            },
+        )
+    )  # fmt: skip
     requantized = {
         "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
         "FORM": 0, "SHIFT": 0, "EVEN": True,
@@ -149,9 +166,10 @@ def compile_variant(variant: Variant, target: str) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fused_ops.quantize import triton_kernels
+    from fused_ops.quantize import triton_fp8_kernels, triton_kernels
 
-    kernel = getattr(triton_kernels, variant.kernel)
+    kernel = getattr(triton_kernels, variant.kernel, None)
+    kernel = kernel or getattr(triton_fp8_kernels, variant.kernel)
     names = kernel.arg_names
     types = _TYPES | variant.types
     signature = {n: "constexpr" if n in variant.constants else types.get(n, "i32") for n in names}
