@@ -23,9 +23,9 @@ from fused_ops.quantize import (
     requantize_columns,
 )
 from fused_ops.quantize.hadamard import amax_bound
-from fused_ops.quantize.triton_launch import device_reason
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul.hopper import decoded_form
+from fused_ops.triton_support import device_reason
 from fused_ops.weight_codes import WeightCodes
 
 

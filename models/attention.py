@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core attention on PyTorch's scaled_dot_product_attention, and attention layers around it."""
+"""Core attention, over whole sequences or cut ones, and attention layers around it."""
 
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import multi_latent_attention
@@ -19,6 +18,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from fused_ops.attention import Visible, attention
 from models.comm import is_distributed
 from models.documents import document_ids
 from models.parallel_linear import ColumnParallelLinear
@@ -124,42 +124,36 @@ class CoreAttention(MegatronModule):
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d_value]."""
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported; pass None")
+        dropout = self.dropout if self.training else 0.0
+        ids = document_ids(packed_seq_params)
         if self.cp_group is not None:
             key = _GatherSequence.apply(key, self.cp_group)
             value = _GatherSequence.apply(value, self.cp_group)
-        mask = self._mask(query, key.shape[0], document_ids(packed_seq_params))
-        dropout = self.dropout if self.training else 0.0
-        dtype = query.dtype
-        if not query.is_cuda:  # FP32 is up to 20 times faster than BF16 on a CPU, and no less exact
-            query, key, value = query.float(), key.float(), value.float()
-        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if self.softmax_offset is not None:
-            out = self._attend_with_sinks(query, key, value, mask, dropout)
-            return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
-        with self._random_state(dropout):
-            out = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+            mask = self._mask(query, key.shape[0], ids)
+            return self._attend_with_sinks(query, key, value, mask, dropout)
+        if self.cp_group is not None:
+            visible = Visible(mask=self._mask(query, key.shape[0], ids))
+        else:
+            visible = Visible(
+                documents=None if ids is None else packed_seq_params.bounds,
+                window=None if self.window is None else self.window[0],
             )
-        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
+        with self._random_state(dropout):
+            return attention(query, key, value, visible, dropout=dropout, scale=self.scale)
 
     def _attend_with_sinks(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float
     ) -> Tensor:
-        """query [b, heads, s, d], key and value [b, groups, s, d] -> [b, heads, s, d_value].
+        """query [s, b, heads, d], key and value [keys, b, groups, d] -> [s, b, heads * d_value].
 
         The sink's logit is one more column of the scores, whose value is zero. Scores in FP32.
         """
         assert self.softmax_offset is not None, "sinks are what this is for"
-        if mask is None:
-            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-            mask = mask.tril()
+        dtype = query.dtype
+        if not query.is_cuda:  # BF16 products are slow on a CPU
+            query, key, value = query.float(), key.float(), value.float()
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         repeats = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
@@ -168,8 +162,9 @@ class CoreAttention(MegatronModule):
         sinks = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         with self._random_state(dropout):
-            weights = F.dropout(weights, dropout, training=dropout > 0)
-        return weights.to(value.dtype) @ value
+            weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
+        out = weights.to(value.dtype) @ value
+        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -192,16 +187,13 @@ class CoreAttention(MegatronModule):
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 
-    def _mask(self, query: Tensor, keys: int, documents: Tensor | None) -> Tensor | None:
-        """Which key each query sees, bool [(b, 1,) s, keys]; None for the plain causal mask."""
-        if self.cp_group is None and documents is None and self.window is None:
-            return None
-        device = query.device
-        position = torch.arange(query.shape[0], device=device)
+    def _mask(self, query: Tensor, keys: int, documents: Tensor | None) -> Tensor:
+        """Which key each query of this rank sees, bool [(b, 1,) s, keys]."""
+        position = torch.arange(query.shape[0], device=query.device)
         if self.cp_group is not None:
             ranks, rank = self.cp_group.size(), dist.get_rank(self.cp_group)
-            position = zigzag_positions(query.shape[0], ranks, rank, device)
-        gap = position.unsqueeze(-1) - torch.arange(keys, device=device)
+            position = zigzag_positions(query.shape[0], ranks, rank, query.device)
+        gap = position.unsqueeze(-1) - torch.arange(keys, device=query.device)
         mask = gap >= 0
         if self.window is not None:
             mask = mask & (gap <= self.window[0])

@@ -11,10 +11,10 @@ from fused_ops.quantize.triton_launch import (
     AMAX_TILE,
     COLUMN_TILE,
     ROW_TILE,
-    device_reason,
     sign_factors,
     words,
 )
+from fused_ops.triton_support import device_reason
 
 
 def amax_supports(
