@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand
+from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Runs
 from fused_ops.operands import observe, pack, quantize_operand, unpack, weight_operand
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
 
-__all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "linear"]
+__all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "Runs", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, call: LinearCall) -> Tensor:
