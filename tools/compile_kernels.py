@@ -29,6 +29,7 @@ _TYPES = {
     "used_ptr": "*fp32",
     "count_ptr": "*i32",
     "out_ptr": "*i32",
+    "plain_ptr": "*i32",
 }
 _ALIGNED = ("cols", "blocks", "stride", "words")
 
@@ -47,11 +48,11 @@ class Variant:
 
 def variants() -> list[Variant]:
     """What is launched in training, with the tiles in use."""
-    from fused_ops.quantize.triton_backend import AMAX_TILE, COLUMN_TILE, ROW_TILE, ROW_TILE_2D
+    from fused_ops.quantize.triton_launch import AMAX_TILE, COLUMN_TILE, ROW_TILE, ROW_TILE_2D
 
     base: dict[str, Any] = {
         "BF16": True, "POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0,
-        "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False,
+        "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False, "FORM": 0, "SHIFT": 0,
     }  # fmt: skip
     kinds: dict[str, dict[str, Any]] = {
         "1x16": {},
@@ -60,6 +61,9 @@ def variants() -> list[Variant]:
         "1x16 4over6": {"CHOICE": 1, "NUMERATOR": 1536.0},
         "16x16": {"TILE": True},
         "pow2 stochastic": {"POW2": True, "STOCHASTIC": True},
+        "pow2 stochastic to e4m3": {"POW2": True, "STOCHASTIC": True, "FORM": 1, "SHIFT": 2},
+        "1x16 4over6 to e4m3": {"CHOICE": 1, "NUMERATOR": 1536.0, "FORM": 1, "SHIFT": 2},
+        "1x16 to bf16": {"FORM": 2},
         "pow2 better_of_two": {"POW2": True, "CHOICE": 1},
         "pow2 hadamard better_of_two": {"POW2": True, "CHOICE": 1, "HADAMARD": True},
     }
@@ -72,7 +76,8 @@ def variants() -> list[Variant]:
         ),
         Variant(
             "amax_columns", "hadamard",
-            column | {"BF16": True, "HADAMARD": True, "FINITE": False}, COLUMN_TILE["warps"],
+            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True},
+            COLUMN_TILE["warps"],
         ),
         Variant(
             "decode_blocks", "e4m3", {"E4M3": True, "SHIFT": 3, "TILE": False, "SIZE": 256}, 4
@@ -82,6 +87,7 @@ def variants() -> list[Variant]:
             {"codes_ptr": "*i32"},
         ),
     ]  # fmt: skip
+    found += _pairs()
     for label, changes in kinds.items():
         tile = ROW_TILE_2D if changes.get("TILE") else ROW_TILE
         row = {"ROWS": tile["rows"], "GROUPS": tile["groups"]}
@@ -89,6 +95,51 @@ def variants() -> list[Variant]:
         found.append(
             Variant("quantize_columns", label, base | changes | column, COLUMN_TILE["warps"])
         )
+    return found
+
+
+def _pairs() -> list[Variant]:
+    """Quantizers along both axes, and from codes: of nvfp4 and of nvfp4_fast."""
+    from fused_ops.quantize.triton_launch import PAIR_TILE, REQUANTIZE_TILE
+
+    def side(prefix: str, **changes: Any) -> dict[str, Any]:
+        base = {"POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0}
+        return {prefix + k: v for k, v in (base | {"FORM": 0, "SHIFT": 0} | changes).items()}
+
+    four = {"CHOICE": 1, "NUMERATOR": 1536.0}
+    grad = {"STOCHASTIC": True, "FORM": 2}
+    fast = {"POW2": True, "STOCHASTIC": True, "FORM": 1, "SHIFT": 2}
+    pairs = {
+        "nvfp4 x": side("R_", FORM=2) | side("C_"),
+        "nvfp4 dy": side("R_", **grad) | side("C_", **grad),
+        "nvfp4_fast x": side("R_", FORM=1, SHIFT=2, **four) | side("C_", POW2=True, CHOICE=1),
+        "nvfp4_fast dy": side("R_", **fast) | side("C_", **fast),
+    }
+    tile = {"BLOCKS": PAIR_TILE["blocks"], "WORDS": PAIR_TILE["words"], "ROWS": PAIR_TILE["rows"]}
+    pointers = {
+        f"{side}_{name}_ptr": kind
+        for side in "rc"
+        for name, kind in (
+            ("amax", "*fp32"), ("codes", "*i64"), ("scales", "*u8"), ("used", "*fp32"),
+            ("count", "*i32"),
+        )
+    }  # fmt: skip
+    found = [
+        Variant(
+            "quantize_pair", label, constants | tile | {"C_HADAMARD": True}, PAIR_TILE["warps"],
+            pointers,
+        )
+        for label, constants in pairs.items()
+    ]  # fmt: skip
+    requantized = {
+        "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
+        "FORM": 0, "SHIFT": 0, "EVEN": True,
+        "BLOCKS": REQUANTIZE_TILE["blocks"], "WORDS": REQUANTIZE_TILE["words"],
+    }  # fmt: skip
+    types = {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
+    found.append(
+        Variant("requantize_columns", "nvfp4_fast w", requantized, REQUANTIZE_TILE["warps"], types)
+    )
     return found
 
 
