@@ -91,7 +91,7 @@ class _Linear(torch.autograd.Function):
         spec = call.spec("wgrad.x")
         # In high precision this rank's part is kept, and gathered again in the backward.
         ctx.save_part = not is_quantized(spec) and spec.source == "tensor"
-        source, kept = Source(flat), None
+        source, kept = Source(flat, call.nonfinite), None
         form = operand_form(call, "fprop", flat, (flat.shape[0], weight.shape[0]))
         if ctx.save_input and not ctx.save_part and spec.source == "tensor":
             qx, kept = quantize_both(call, ("fprop.x", "wgrad.x"), source, (form, "codes"))
@@ -181,7 +181,7 @@ def _both_gradients(call: LinearCall, dy: Tensor, inputs: int) -> tuple[Operand,
         operand_form(call, "dgrad", dy, (tokens, inputs)),
         operand_form(call, "wgrad", dy, (outputs, inputs)),
     )
-    return quantize_both(call, ("dgrad.dy", "wgrad.dy"), Source(dy), forms)
+    return quantize_both(call, ("dgrad.dy", "wgrad.dy"), Source(dy, call.nonfinite), forms)
 
 
 def _dgrad(call: LinearCall, dy: Tensor, qdy: Operand, weight: Tensor, expert: int = 0) -> Tensor:

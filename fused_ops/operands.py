@@ -16,15 +16,16 @@ from fused_ops.quantize import (
     amax_pair,
     operand_amax,
     pair_reason,
+    plain_amax,
     quantize,
     quantize_decoded,
     quantize_pair,
     requantize_columns,
 )
 from fused_ops.quantize.hadamard import amax_bound
-from fused_ops.quantize.triton_launch import device_reason
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul.hopper import decoded_form
+from fused_ops.triton_support import device_reason
 from fused_ops.weight_codes import WeightCodes
 
 
@@ -38,10 +39,15 @@ def has_shared_amax(spec: OperandSpec) -> bool:
 
 
 class Source:
-    """A high-precision matrix that becomes operands: what they share is taken from it once."""
+    """A high-precision matrix that becomes operands: what they share is taken from it once.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    Args:
+        tensor: the matrix.
+        nonfinite: bool scalar on its device, raised when the plain amax is taken of Inf or NaN.
+    """
+
+    def __init__(self, tensor: Tensor, nonfinite: Tensor | None = None) -> None:
+        self.tensor, self.nonfinite = tensor, nonfinite
         self._plain: Tensor | None = None
         self._rotated: dict[OperandSpec, Tensor] = {}
         self.is_checked = False
@@ -50,13 +56,14 @@ class Source:
     def plain_amax(self) -> Tensor:
         """fp32 amax of the matrix as it is."""
         if self._plain is None:
-            self._plain = operand_amax(self.tensor, OperandSpec())
+            self._plain = plain_amax(self.tensor, self.nonfinite)
         return self._plain
 
     def prepare_pair(self, column: OperandSpec, signs: Tensor | None) -> None:
         """Takes the plain amax and that of the rotated columns, together."""
         if self._plain is None and column not in self._rotated:
-            self._plain, self._rotated[column] = amax_pair(self.tensor, column, signs)
+            pair = amax_pair(self.tensor, column, signs, self.nonfinite)
+            self._plain, self._rotated[column] = pair
 
     def amax(self, spec: OperandSpec, columns: bool, signs: Tensor | None) -> Tensor:
         """operand_amax of an operand; a new tensor, or one that must not be changed."""
@@ -68,14 +75,14 @@ class Source:
         return self.plain_amax if bound == 1.0 else self.plain_amax * bound
 
 
-def as_source(x: Tensor | Source) -> Source:
+def as_source(call: LinearCall, x: Tensor | Source) -> Source:
     """x, or a new Source of it."""
-    return x if isinstance(x, Source) else Source(x)
+    return x if isinstance(x, Source) else Source(x, call.nonfinite)
 
 
 def amax_of(call: LinearCall, name: str, x: Tensor | Source, *, columns: bool = False) -> Tensor:
     """This rank's amax of an operand: fp32, after rotation where the operand is rotated."""
-    source, spec = as_source(x), call.spec(name)
+    source, spec = as_source(call, x), call.spec(name)
     if source.tensor.numel() == 0:
         rows = (source.tensor.shape[1 if columns else 0],) if spec.row_scaled else ()
         return torch.zeros(rows, dtype=torch.float32, device=source.tensor.device)
@@ -102,7 +109,7 @@ def quantize_operand(
         amax: the reduced amax, if the caller has it already (experts reduce all of theirs at once).
         form: see `fused_ops.quantize.quantize`.
     """
-    source, spec = as_source(x), call.spec(name)
+    source, spec = as_source(call, x), call.spec(name)
     x = source.tensor
     if not is_quantized(spec):
         return x.t() if columns else x
@@ -290,11 +297,8 @@ def check_finite(call: LinearCall, name: str, source: Source) -> None:
     if source.is_checked or (call.nonfinite is None and not call.check_finite):
         return
     source.is_checked = True
-    x = source.tensor
-    flag = ~torch.isfinite(source.plain_amax)
-    if call.nonfinite is not None:
-        call.nonfinite.logical_or_(flag)
-    if call.check_finite and bool(flag):
+    x, amax = source.tensor, source.plain_amax  # taking it has raised the flag
+    if call.check_finite and not bool(torch.isfinite(amax)):
         gemm, operand = name.split(".")
         raise FloatingPointError(
             f"{call.name or 'a linear layer'}: operand {operand} of {gemm} holds "
@@ -335,7 +339,7 @@ def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> Quantize
     source, columns = weight, name == "dgrad.w"
     if columns and own == forward and is_symmetric(own):
         codes = _weight_codes(call, "fprop.w", weight, expert)
-        if not weight.is_cuda or own.format != "nvfp4":
+        if not weight.is_cuda or own.format not in ("nvfp4", "fp8_tensorwise"):
             return codes.transposed()
         # The same codes as the transposed ones, and faster there than moving nibbles.
         operand = quantize_operand(call, name, weight, columns=True, amax=codes.amax)

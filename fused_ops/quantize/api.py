@@ -10,12 +10,13 @@ from torch import Tensor
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.errors import ConfigError
 from fused_ops.formats import DECODED_FORMS, DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import reference, triton_amax, triton_backend
+from fused_ops.quantize import reference, triton_amax, triton_backend, triton_fp8
 from fused_ops.quantize.hadamard import amax_bound
 from fused_ops.quantize.philox import Key
 
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
+QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
 QUANTIZE.register(Implementation("reference", reference.quantize, always))
 AMAX = Op("operand_amax")
 AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
@@ -154,24 +155,40 @@ def quantize_pair(
         keys, forms: of both operands.
         origin: global (row, column) of x[0, 0], multiples of 16.
     """
-    run = reference.quantize_pair
-    if triton_backend.pair_supports(x, row, column) is None:
-        run = triton_backend.quantize_pair
+    run: Any = reference.quantize_pair
+    for back_end in (triton_backend, triton_fp8):
+        if back_end.pair_supports(x, row, column) is None:
+            run = back_end.quantize_pair
+            break
     return run(x, row, column, amaxes=amaxes, signs=signs, keys=keys, origin=origin, forms=forms)
 
 
 def pair_reason(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
     """Why quantize_pair has no kernel that reads x once, or None."""
+    if triton_fp8.pair_supports(x, row, column) is None:
+        return None
     return triton_backend.pair_supports(x, row, column)
 
 
-def amax_pair(x: Tensor, column: OperandSpec, signs: Tensor | None = None) -> tuple[Any, Any]:
-    """Amax of x, and operand_amax(x, column, columns=True); one read where a kernel can."""
+def plain_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
+    """fp32 amax of a matrix as it is; flag (bool scalar), if given, is raised by Inf and NaN."""
+    if triton_amax.amax_supports(x, OperandSpec()) is None:
+        return triton_amax.matrix_amax(x, flag)
+    amax: Tensor = AMAX(x, OperandSpec())
+    if flag is not None:
+        flag.logical_or_(~torch.isfinite(amax))
+    return amax
+
+
+def amax_pair(
+    x: Tensor, column: OperandSpec, signs: Tensor | None = None, flag: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """plain_amax(x, flag), and operand_amax(x, column, columns=True); one read if a kernel can."""
     if column.hadamard and not column.is_pow2 and triton_amax.amax_supports(x, column) is None:
-        return triton_amax.amax_pair(x, column, signs)
-    plain = AMAX(x, OperandSpec())
-    if column.is_pow2:
-        return plain, plain * (amax_bound(column.hadamard) if column.hadamard else 1.0)
+        return triton_amax.amax_pair(x, column, signs, flag)
+    plain = plain_amax(x, flag)
+    if column.is_pow2 and column.hadamard:
+        return plain, plain * amax_bound(column.hadamard)
     return plain, AMAX(x, column, columns=True, signs=signs) if column.hadamard else plain
 
 

@@ -11,10 +11,10 @@ from fused_ops.quantize.triton_launch import (
     AMAX_TILE,
     COLUMN_TILE,
     ROW_TILE,
-    device_reason,
     sign_factors,
     words,
 )
+from fused_ops.triton_support import device_reason
 
 
 def amax_supports(
@@ -32,8 +32,8 @@ def amax_supports(
     return device_reason(x)
 
 
-def matrix_amax(x: Tensor) -> Tensor:
-    """fp32 amax of a matrix, NaN if it has one; one read."""
+def matrix_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
+    """fp32 amax of a matrix, NaN if it has one; one read. flag (bool): raised by Inf and NaN."""
     from fused_ops.quantize import triton_kernels as kernels
 
     x = x.detach()
@@ -48,7 +48,8 @@ def matrix_amax(x: Tensor) -> Tensor:
     grid = (-(-source.numel() // (size * iters)),)
     with torch.cuda.device(x.device):
         kernels.amax_flat[grid](
-            source, out, source.numel(), x.dtype == torch.bfloat16, size, iters,
+            source, out, out if flag is None else flag.view(torch.uint8), source.numel(),
+            x.dtype == torch.bfloat16, flag is not None, size, iters,
             num_warps=AMAX_TILE["warps"],
         )  # fmt: skip
     return out.view(torch.float32)
@@ -61,7 +62,7 @@ def block_amax(
     from fused_ops.quantize import triton_kernels as kernels
 
     if columns:
-        return _column_amax(x, spec, signs, finite, None)
+        return _column_amax(x, spec, signs, finite)
     source = words(x, False)
     bf16 = x.dtype == torch.bfloat16
     rows, cols = source.shape[0], source.shape[1] * (2 if bf16 else 1)
@@ -78,7 +79,12 @@ def block_amax(
 
 
 def _column_amax(
-    x: Tensor, spec: OperandSpec, signs: Tensor | None, finite: bool, plain: Tensor | None
+    x: Tensor,
+    spec: OperandSpec,
+    signs: Tensor | None,
+    finite: bool,
+    plain: Tensor | None = None,
+    flag: Tensor | None = None,
 ) -> Tensor:
     """Amax over blocks of columns; `plain` (int32 zero) gets that of x itself, from one read."""
     from fused_ops.quantize import triton_kernels as kernels
@@ -92,17 +98,23 @@ def _column_amax(
     with torch.cuda.device(x.device):
         kernels.amax_columns[grid](
             source, sign_factors(signs, x.device), out, out if plain is None else plain,
-            rows, cols, -(-rows // 16), bf16, spec.hadamard == 16, finite, plain is not None,
+            out if flag is None else flag.view(torch.uint8), rows, cols, -(-rows // 16),
+            bf16, spec.hadamard == 16, finite, plain is not None, flag is not None,
             rows % 16 == 0, tile["blocks"], tile["words"],
             num_warps=tile["warps"], enable_fp_fusion=False,
         )  # fmt: skip
     return out.view(torch.float32)
 
 
-def amax_pair(x: Tensor, column: OperandSpec, signs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Amax of x, and that of its columns as `column` rotates them, reading x once."""
+def amax_pair(
+    x: Tensor, column: OperandSpec, signs: Tensor | None = None, flag: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Amax of x, and that of its columns as `column` rotates them, reading x once.
+
+    flag: raised if x holds Inf or NaN.
+    """
     plain = torch.zeros((), dtype=torch.int32, device=x.device)
-    rotated = _column_amax(x, column, signs, False, plain)
+    rotated = _column_amax(x, column, signs, False, plain, flag)
     return plain.view(torch.float32), rotated
 
 

@@ -22,12 +22,12 @@ from fused_ops.quantize.triton_launch import (
     REQUANTIZE_TILE,
     ROW_TILE,
     ROW_TILE_2D,
-    device_reason,
     key_words,
     sign_factors,
     signed,
     words,
 )
+from fused_ops.triton_support import device_reason
 
 
 def supports(

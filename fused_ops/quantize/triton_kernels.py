@@ -6,7 +6,7 @@ one (fp32) or two (bf16) columns. Written for NVIDIA's Hopper and later; see tri
 what calls them.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005 (the compiler traces types; tuples are its own)
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005, SIM102 (the compiler traces types; tuples are its own)
 # mypy: ignore-errors
 
 import triton
@@ -477,8 +477,14 @@ def _finite_only(bits, FINITE: tl.constexpr):
 
 
 @triton.jit
-def amax_flat(x_ptr, out_ptr, words, BF16: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr):
-    """Largest magnitude of `words` 32-bit words into out (fp32 bits, int32, zero before)."""
+def amax_flat(
+    x_ptr, out_ptr, flag_ptr, words,
+    BF16: tl.constexpr, FLAG: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude of `words` 32-bit words into out (fp32 bits, int32, zero before).
+
+    FLAG: the byte at flag_ptr becomes 1 if it is Inf or NaN.
+    """
     first = tl.program_id(0).to(tl.int64) * (SIZE * ITERS)
     top = tl.zeros([SIZE], tl.int32)
     for i in tl.static_range(0, ITERS):
@@ -487,7 +493,15 @@ def amax_flat(x_ptr, out_ptr, words, BF16: tl.constexpr, SIZE: tl.constexpr, ITE
         if BF16:
             word = tl.maximum((word & 0x7FFF) << 16, word & 0x7FFF0000)
         top = tl.maximum(top, word & 0x7FFFFFFF)
-    tl.atomic_max(out_ptr, tl.max(top, axis=0), sem="relaxed")
+    _hand_in(tl.max(top, axis=0), out_ptr, flag_ptr, FLAG)
+
+
+@triton.jit
+def _hand_in(top, out_ptr, flag_ptr, FLAG: tl.constexpr):
+    tl.atomic_max(out_ptr, top, sem="relaxed")
+    if FLAG:
+        if top >= 0x7F800000:
+            tl.store(flag_ptr, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -508,9 +522,9 @@ def amax_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def amax_columns(
-    x_ptr, signs_ptr, out_ptr, plain_ptr, rows, cols, blocks,
+    x_ptr, signs_ptr, out_ptr, plain_ptr, flag_ptr, rows, cols, blocks,
     BF16: tl.constexpr, HADAMARD: tl.constexpr, FINITE: tl.constexpr, PLAIN: tl.constexpr,
-    EVEN: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    FLAG: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Amax over column blocks: see amax_rows and quantize_columns. PLAIN: that of x itself too."""
     per_word: tl.constexpr = 2 if BF16 else 1
@@ -526,7 +540,7 @@ def amax_columns(
     tl.atomic_max(out_ptr, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
     if PLAIN:
         own = tl.where(inside, packed_bits(words) if BF16 else block_bits(_floats(words)), 0)
-        tl.atomic_max(plain_ptr, tl.max(tl.max(own, axis=1), axis=0), sem="relaxed")
+        _hand_in(tl.max(tl.max(own, axis=1), axis=0), plain_ptr, flag_ptr, FLAG)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all launches of the Triton quantizers share: tiles, inputs as words, keys, the device."""
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
 
@@ -18,33 +15,13 @@ COLUMN_TILE = {"blocks": 4, "words": 32, "warps": 4}
 PAIR_TILE = {"blocks": 4, "words": 64, "rows": 16, "warps": 4}
 """Blocks of 16 rows x words of a program; `rows` of it at a time when it goes along rows."""
 REQUANTIZE_TILE = {"blocks": 4, "words": 32, "warps": 4}
+FP8_TILE = {"rows": 64, "cols": 128, "warps": 8}
 AMAX_TILE = {"size": 2048, "iters": 8, "warps": 8}
 
 INPUTS: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 """Types of inputs that are taken."""
 
 _SIGNS: dict[torch.device, Tensor] = {}
-
-
-@functools.cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def device_reason(x: Tensor) -> str | None:
-    """Why Triton kernels cannot take a tensor, or None."""
-    if not x.is_cuda:
-        return f"its kernels run on CUDA devices, the tensor is on {x.device.type}"
-    if _capability(x.device) < (9, 0):
-        return f"compute capability 9.0 is needed, the device has {_capability(x.device)}"
-    return _missing()
 
 
 def words(x: Tensor, columns: bool) -> Tensor:

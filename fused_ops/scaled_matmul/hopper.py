@@ -16,6 +16,7 @@ from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize import triton_backend
 from fused_ops.scaled_matmul import cublaslt, reference
 from fused_ops.scaled_matmul.reference import Operand
+from fused_ops.triton_support import device_reason
 
 EXACT_IN_BF16 = ("nvfp4", "mxfp8", "mxfp4", "fp8_tensorwise", "fp8_delayed")
 WHOLE_TENSOR_FP8 = ("fp8_tensorwise", "fp8_delayed")
@@ -35,7 +36,7 @@ def supports(
         return _plain_reason(a, b, accumulate)
     for operand in (a, b):
         tensor = memory(operand)
-        reason = triton_backend.device_reason(tensor)
+        reason = device_reason(tensor)
         if reason is not None:
             return reason
         if isinstance(operand, Tensor):

@@ -9,6 +9,7 @@ from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize import (
     amax_pair,
     operand_amax,
+    plain_amax,
     quantize,
     quantize_decoded,
     quantize_pair,
@@ -164,6 +165,18 @@ def test_two_amaxes_of_one_read(device):
             assert_bitwise_equal(plain.cpu(), operand_amax(x.cpu(), nvfp4()), kind)
             want = operand_amax(x.cpu(), spec, columns=True)
             assert_bitwise_equal(rotated.cpu(), want, kind)
+
+
+@devices
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_amax_raises_the_flag(value, device):
+    x = cases.make_input("gaussian", (80, 272), 6).to(device)
+    for broken in (False, True):
+        x[70, 3] = value if broken else 1.0
+        for spec in (nvfp4(hadamard=16), SPECS["pow2 rht sr"], None):
+            flag = torch.zeros((), dtype=torch.bool, device=device)
+            plain_amax(x, flag) if spec is None else amax_pair(x, spec, None, flag)
+            assert bool(flag) is broken
 
 
 @devices
