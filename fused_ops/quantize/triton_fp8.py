@@ -7,7 +7,8 @@ from torch import Tensor
 from fused_ops.codecs import ELEMENT_MAX
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize.triton_amax import matrix_amax
-from fused_ops.quantize.triton_launch import FP8_TILE, device_reason
+from fused_ops.quantize.triton_launch import FP8_TILE
+from fused_ops.triton_support import device_reason
 
 FORMATS = ("fp8_tensorwise", "fp8_delayed")
 
