@@ -212,7 +212,7 @@ def start_problems(config: PretrainConfig, world: int) -> list[str]:
 
 
 def layout_start_problems(config: PretrainConfig, world: int) -> list[str]:
-    """Why `world` processes cannot hold the layout, or share the batch."""
+    """Of these, what `world` processes on any machines lack."""
     return [*_batch_problems(config, world), *_expert_problems(config, world)]
 
 
