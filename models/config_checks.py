@@ -9,7 +9,7 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "relu": torch.nn.functional.relu,
     "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
 }
 
 _ELSEWHERE = {
@@ -174,6 +175,11 @@ def layout_problems(
         problems += _divides("ffn_hidden_size", values["ffn_hidden_size"], tp, "ffn_hidden_size")
     if pattern.has("E"):
         problems += _experts(values, parallel)
+    elif parallel.expert_model_parallel_size > 1:
+        problems.append(
+            f"parallel.expert_model_parallel_size {parallel.expert_model_parallel_size} has no "
+            "experts to cut: model.pattern has no layer E; set it to 1"
+        )
     if pattern.has("M"):
         problems += _mamba(values, tp, parallel.context_parallel_size)
     return problems

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
-from models.config import ModelConfig, ParallelConfig, model_problems
+from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.manager import CheckpointConfig
@@ -161,12 +161,26 @@ def section_problems(config: PretrainConfig) -> list[str]:
             "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
             "set train.dtype=bf16, or optimizer.name=adamw"
         )
-    problems = model_problems(config.model, config.parallel)
+    problems = model_problems(config.model, config.parallel) or _engine_problems(config)
     return [
         *found,
         *config.optimizer.problems(train.steps),
         *(problems or _precision_problems(config)),
     ]
+
+
+def _engine_problems(config: PretrainConfig) -> list[str]:
+    """What megatron-core itself refuses of a model and layout that pass our own checks."""
+    try:
+        transformer_config(
+            config.model,
+            config.parallel,
+            params_dtype=config.train.torch_dtype,
+            deterministic=config.train.deterministic,
+        )
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def precision_plan(config: PretrainConfig, vocab_size: int | None = None) -> PrecisionPlan:
@@ -191,11 +205,15 @@ def _precision_problems(config: PretrainConfig) -> list[str]:
 def start_problems(config: PretrainConfig, world: int) -> list[str]:
     """What this start of the run lacks, with `world` processes."""
     return [
-        *_batch_problems(config, world),
-        *_expert_problems(config, world),
+        *layout_start_problems(config, world),
         *_machine_problems(config),
         *log_config_problems(config.log),
     ]
+
+
+def layout_start_problems(config: PretrainConfig, world: int) -> list[str]:
+    """Of these, what `world` processes on any machines lack."""
+    return [*_batch_problems(config, world), *_expert_problems(config, world)]
 
 
 def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
