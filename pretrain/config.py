@@ -25,7 +25,7 @@ from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.config import DataConfig
-from pretrain.data.manifest import load_manifest
+from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import LogConfig, log_config_problems
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 
@@ -249,9 +249,10 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
         found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
+    remote = Remote(config.data)
     for name, folder in _data_folders(config.data):
         try:
-            load_manifest(folder)
+            open_manifest(folder, remote)
         except ConfigError as error:
             found.extend(f"{name}: {problem}" for problem in error.problems)
     return found

@@ -252,7 +252,12 @@ class Trainer:
         self.dataset = open_dataset(
             config.data, model.seq_length, config.run.seed, model.vocab_size
         )
-        self.loader = TrainLoader(self.dataset, prefetch=config.data.prefetch, **sizes)
+        self.loader = TrainLoader(
+            self.dataset,
+            prefetch=config.data.prefetch,
+            ahead_samples=config.data.cache.ahead_samples,
+            **sizes,
+        )
         sets = open_validation(config.data, model.seq_length, self.dataset.vocab_size)
         self.validation = {name: ValidLoader(data, **sizes) for name, data in sets.items()}
 

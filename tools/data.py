@@ -73,7 +73,7 @@ def _shard_findings(prefix: Path, info: ShardInfo, manifest: Manifest) -> Iterat
         return
     try:
         index = read_index(idx_path(prefix))
-        check_index_against(prefix, index, info)
+        check_index_against(str(idx_path(prefix)), index, info)
     except ConfigError as error:
         yield from error.problems
         return

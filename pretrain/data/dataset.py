@@ -13,8 +13,9 @@ import numpy as np
 from fused_ops.errors import ConfigError
 from pretrain.data.blend import RESOLUTION, Blend, resolve_weights
 from pretrain.data.config import DataConfig, SourceConfig
-from pretrain.data.manifest import DataError, Manifest, load_manifest
+from pretrain.data.manifest import DataError, Manifest
 from pretrain.data.order import ORDER_VERSION, SourceOrder, derive_key
+from pretrain.data.remote import Remote, RemoteShardSet, open_manifest, open_shards
 from pretrain.data.shards import ShardSet
 
 # Positions are located this many at a time: the arithmetic is on arrays. Fewer where epochs are
@@ -86,6 +87,28 @@ class Dataset:
         source, start = self.place(sample)
         return self.shards[source].document_starts(start, self.seq_length)
 
+    def fetch(self, samples: list[int], *, until_here: bool) -> None:
+        """Starts to bring samples here where their source is in an object store.
+
+        `until_here`: and waits. Errors are raised where the samples are read.
+        """
+        windows: dict[int, list[tuple[int, int]]] = {}
+        for sample in samples:
+            source, start = self.place(sample)
+            windows.setdefault(source, []).append((start, self.seq_length + 1))
+        for source, places in windows.items():
+            self.shards[source].fetch(places, until_here=until_here)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some source is in an object store."""
+        return any(isinstance(shards, RemoteShardSet) for shards in self.shards)
+
+    def close(self) -> None:
+        """Ends what fetches ahead."""
+        for shards in self.shards:
+            shards.close()
+
     def consumed(self, consumed_samples: int) -> list[dict[str, Any]]:
         """Per source: path, share in 2**-20, samples and epochs after `consumed_samples`."""
         counts = self.blend.counts(consumed_samples).tolist()
@@ -138,6 +161,22 @@ class ValidationSet:
         start = sample * self.seq_length
         return self.shards.window(start, min(self.seq_length + 1, self.shards.tokens - start))
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the set is in an object store."""
+        return isinstance(self.shards, RemoteShardSet)
+
+    def fetch(self, samples: list[int], *, until_here: bool) -> None:
+        """Starts to bring windows here where the set is in an object store; waits if asked."""
+        size = self.seq_length
+        starts = [sample * size for sample in samples if 0 <= sample < len(self)]
+        places = [(start, min(size + 1, self.shards.tokens - start)) for start in starts]
+        self.shards.fetch(places, until_here=until_here)
+
+    def close(self) -> None:
+        """Ends what fetches ahead."""
+        self.shards.close()
+
     def document_starts(self, sample: int) -> np.ndarray:
         """int64[k]: positions in [0, seq_length) of a window where a document starts."""
         start = sample * self.seq_length
@@ -162,7 +201,8 @@ def open_dataset(
     if isinstance(sources, str):
         sources = [SourceConfig(path=sources)]
     seed = seed if config.seed is None else config.seed
-    manifests = _all([partial(load_manifest, source.path) for source in sources])
+    remote = Remote(config)
+    manifests = _all([partial(open_manifest, source.path, remote) for source in sources])
     _check_same(manifests, [source.path for source in sources], vocab_size)
     phases = _phases(sources)
     seen: Counter[str] = Counter()
@@ -176,7 +216,7 @@ def open_dataset(
         orders.append(_order(source.path, manifest, seq_length, key, config))
     geometry = (ORDER_VERSION, seed, seq_length, config.chunk_tokens, config.chunks_per_group)
     digest = hashlib.sha256(repr((geometry, prints, phases)).encode()).hexdigest()
-    shards = _all([partial(ShardSet, s.path, m) for s, m in zip(sources, manifests)])
+    shards = _all([partial(open_shards, s.path, m, remote) for s, m in zip(sources, manifests)])
     return Dataset(shards, orders, Blend(phases), f"sha256:{digest}")
 
 
@@ -187,9 +227,10 @@ def open_validation(
     if config.valid is None:
         return {}
     paths = {"": config.valid} if isinstance(config.valid, str) else config.valid
-    manifests = _all([partial(load_manifest, path) for path in paths.values()])
+    remote = Remote(config)
+    manifests = _all([partial(open_manifest, path, remote) for path in paths.values()])
     _check_same(manifests, list(paths.values()), vocab_size)
-    shards = _all([partial(ShardSet, p, m) for p, m in zip(paths.values(), manifests)])
+    shards = _all([partial(open_shards, p, m, remote) for p, m in zip(paths.values(), manifests)])
     return {name: ValidationSet(opened, seq_length) for name, opened in zip(paths, shards)}
 
 

@@ -164,6 +164,7 @@ class TrainLoader:
         dp_rank, dp_size: this rank among the data-parallel ranks.
         options: what batches say about documents.
         prefetch: prepare the following step in a thread.
+        ahead_samples: of this rank, that are fetched from an object store before they are needed.
 
     Raises:
         ConfigError: a global batch that micro-batch size times ranks does not divide.
@@ -178,11 +179,13 @@ class TrainLoader:
         dp_size: int = 1,
         options: BatchOptions | None = None,
         prefetch: bool = False,
+        ahead_samples: int = 256,
     ) -> None:
         check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
         self.dataset, self.global_batch_size = dataset, global_batch_size
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._assembler = _Assembler(dataset, micro_batch_size, options or BatchOptions())
+        self._ahead_samples = ahead_samples
         self._pool = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
         self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
 
@@ -207,18 +210,35 @@ class TrainLoader:
         return result
 
     def _make(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        size = self.micro_batch_size
-        batches = []
-        for index in range(self.dp_rank, global_batch_size // size, self.dp_size):
-            first = consumed_samples + index * size
-            batches.append(self._assembler.micro_batch(index, list(range(first, first + size))))
+        mine = self.samples(consumed_samples, global_batch_size)
+        if self.dataset.is_remote:
+            self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
+        batches = [self._assembler.micro_batch(index, ids) for index, ids in mine]
+        if self.dataset.is_remote:
+            self._fetch_ahead(consumed_samples + global_batch_size, global_batch_size)
         return batches
 
+    def samples(self, consumed_samples: int, global_batch_size: int) -> list[tuple[int, list[int]]]:
+        """(number in the global batch, samples) of this rank's micro-batches of a step."""
+        size = self.micro_batch_size
+        numbers = range(self.dp_rank, global_batch_size // size, self.dp_size)
+        firsts = [consumed_samples + number * size for number in numbers]
+        return [(n, list(range(first, first + size))) for n, first in zip(numbers, firsts)]
+
+    def _fetch_ahead(self, consumed_samples: int, global_batch_size: int) -> None:
+        found: list[int] = []
+        while len(found) < self._ahead_samples:
+            mine = self.samples(consumed_samples, global_batch_size)
+            found += [sample for _, ids in mine for sample in ids]
+            consumed_samples += global_batch_size
+        self.dataset.fetch(found, until_here=False)
+
     def close(self) -> None:
-        """Ends the prefetch thread."""
+        """Ends the prefetch thread, and the data's own."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+        self.dataset.close()
 
 
 class ValidLoader:
@@ -250,9 +270,11 @@ class ValidLoader:
         """
         size = self.micro_batch_size
         for number in range(len(self) if count is None else min(count, len(self))):
-            batch = []
+            mine = []
             for index in range(self.dp_rank, self.global_batch_size // size, self.dp_size):
                 first = number * self.global_batch_size + index * size
                 ids = [i if i < len(self.dataset) else -1 for i in range(first, first + size)]
-                batch.append(self._assembler.micro_batch(index, ids))
-            yield batch
+                mine.append((index, ids))
+            if self.dataset.is_remote:
+                self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
+            yield [self._assembler.micro_batch(index, ids) for index, ids in mine]
