@@ -102,7 +102,8 @@ def flip(path, at):
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_damaged_entry_is_fetched_again(tmp_path, damage, outside, is_open, caplog):
     cache, origin = BlockCache(tmp_path, 1 << 30), Origin()
-    cache.read("one", origin(1))
+    for _ in range(2):  # fetched, then opened
+        cache.read("one", origin(1))
     (path,) = entries(cache)
     reader = cache if is_open else BlockCache(tmp_path, 1 << 30)
     damage(path)
@@ -119,7 +120,7 @@ def test_a_damaged_entry_is_fetched_again(tmp_path, damage, outside, is_open, ca
 
 def test_a_whole_entry_that_another_process_made_is_not_dropped(tmp_path):
     one, two, origin = BlockCache(tmp_path, 1 << 30), BlockCache(tmp_path, 1 << 30), Origin()
-    for cache in (one, two):
+    for cache in (one, one, two):
         cache.read("key", origin(1))
     (path,) = entries(one)
     content = bytearray(path.read_bytes())
