@@ -64,6 +64,11 @@ class DataConfig:
     seed: int | None = None
     """Seed of the order of samples; None takes the run's seed."""
 
+    on_change: Literal["refuse", "continue"] = "refuse"
+    """What a resumed run does when sources, weights or model.seq_length are not the checkpoint's.
+    continue: each source goes on after what was read of it, and the start says what will be seen
+    twice or never."""
+
     isolate_documents: bool = False
     """Attention and Mamba state do not cross a document boundary (batches carry cu_seqlens)."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.errors import ConfigError
+from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.dataset import Dataset, ValidationSet
 
@@ -56,25 +57,6 @@ class BatchOptions:
             reset_position_ids=config.reset_position_ids,
             eod_mask_loss=config.eod_mask_loss,
         )
-
-
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Micro-batches a rank takes in a step. Raises ConfigError with the nearest valid sizes."""
-    unit = micro_batch_size * dp_size
-    if micro_batch_size < 1 or global_batch_size < 1:
-        raise ConfigError(
-            "train.global_batch_size and train.micro_batch_size must be at least 1; "
-            f"got {global_batch_size} and {micro_batch_size}"
-        )
-    if global_batch_size % unit:
-        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(
-            "train.global_batch_size must be divisible by train.micro_batch_size * data-parallel "
-            f"size = {micro_batch_size} * {dp_size} = {unit}; got {global_batch_size}: "
-            f"the nearest valid sizes are {nearest}"
-        )
-    return global_batch_size // unit
 
 
 class _Assembler:
@@ -159,7 +141,7 @@ class TrainLoader:
 
     Args:
         dataset: the sequence of samples.
-        global_batch_size: samples of a step over all ranks.
+        global_batch_size: samples of a step over all ranks; also a schedule of them.
         micro_batch_size: samples of a micro-batch.
         dp_rank, dp_size: this rank among the data-parallel ranks.
         options: what batches say about documents.
@@ -173,7 +155,7 @@ class TrainLoader:
     def __init__(
         self,
         dataset: Dataset,
-        global_batch_size: int,
+        global_batch_size: int | BatchSizes,
         micro_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -181,8 +163,11 @@ class TrainLoader:
         prefetch: bool = False,
         ahead_samples: int = 256,
     ) -> None:
-        check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
-        self.dataset, self.global_batch_size = dataset, global_batch_size
+        sizes = global_batch_size
+        self.sizes = BatchSizes.of(sizes) if isinstance(sizes, int) else sizes
+        for size in self.sizes.sizes:
+            check_batch_sizes(size, micro_batch_size, dp_size)
+        self.dataset = dataset
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._assembler = _Assembler(dataset, micro_batch_size, options or BatchOptions())
         self._ahead_samples = ahead_samples
@@ -192,11 +177,10 @@ class TrainLoader:
     def step(self, consumed_samples: int, global_batch_size: int | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples.
 
-        `global_batch_size` overrides the loader's own, for a ramp of batch sizes.
+        `global_batch_size` overrides what the loader's sizes say.
         """
-        size = self.global_batch_size if global_batch_size is None else global_batch_size
-        if size != self.global_batch_size:
-            check_batch_sizes(size, self.micro_batch_size, self.dp_size)
+        size = self.sizes.at(consumed_samples) if global_batch_size is None else global_batch_size
+        check_batch_sizes(size, self.micro_batch_size, self.dp_size)
         wanted = (consumed_samples, size)
         if self._pool is None:
             return self._make(*wanted)
@@ -205,7 +189,8 @@ class TrainLoader:
             result = ahead[1].result()
         else:
             result = self._pool.submit(self._make, *wanted).result()
-        following = (consumed_samples + size, size)
+        consumed = consumed_samples + size
+        following = (consumed, self.sizes.at(consumed) if global_batch_size is None else size)
         self._ahead = (following, self._pool.submit(self._make, *following))
         return result
 
