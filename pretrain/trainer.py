@@ -157,6 +157,7 @@ class Trainer:
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens": self.state.consumed_tokens,
+            "samples": self.state.consumed_samples,
             "tokens_per_s": tokens / seconds,
             "seconds": seconds,
             "skipped": int(not result.updated),

@@ -271,6 +271,25 @@ def _start_of(segment: Segment) -> dict[str, int]:
     return {"first_sample": segment.first_sample}
 
 
+def open_earlier(config: DataConfig, segments: list[Segment], sample: int) -> Dataset:
+    """The dataset as it was at a sample of the run, to look at; `config` says how to read it.
+
+    Raises DataError where a folder of then is gone or holds other data now.
+    """
+    then = [segment for segment in segments if segment.first_sample <= sample]
+    remote, sources = Remote(config), then[-1].sources
+    manifests = _all([partial(open_manifest, source.path, remote) for source in sources])
+    problems = [
+        f"{source.path} must hold what the run read at sample {sample}: it holds other data now"
+        for source, manifest in zip(sources, manifests)
+        if manifest.fingerprint() != source.fingerprint
+    ]
+    if problems:
+        raise DataError(problems)
+    shards = _all([partial(open_shards, s.path, m, remote) for s, m in zip(sources, manifests)])
+    return Dataset(shards, then)
+
+
 def _check_windows(segment: Segment) -> None:
     """Every source holds a window, or DataError."""
     problems = []
