@@ -115,7 +115,8 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 [..., 2 n] -> uint8 [..., n], the even column in the low nibble."""
     if codes.numel() == 0:
         return codes.new_zeros((*codes.shape[:-1], codes.shape[-1] // 2))
-    pairs = codes.contiguous().view(torch.int16)
+    # Flat first: a matrix of one row may have any stride between its rows.
+    pairs = codes.contiguous().view(-1).view(torch.int16).view(*codes.shape[:-1], -1)
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 

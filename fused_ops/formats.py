@@ -138,6 +138,15 @@ class OperandSpec:
         return 6.0 * 256.0 if small else 6.0 * 448.0
 
     @property
+    def fp8_shift(self) -> int:
+        """The s of an NVFP4 tensor's FP8 operand, which is code * block scale * 2**-s in E4M3.
+
+        The largest product is 6 * 448 with numerator 2688, and 6 * 256 with 1536 or power-of-two
+        scales, so that it depends on the spec alone and never on data.
+        """
+        return 2 if self.is_pow2 or self.numerator == 1536.0 else 3
+
+    @property
     def multiple(self) -> int:
         """The contraction axis is zero-padded to a multiple of this."""
         return max(self.block[1] if self.block else 1, self.hadamard, 1)
@@ -317,9 +326,25 @@ class QuantizedTensor:
                 "an FP8 operand needs nvfp4, or e4m3 with one scale a tensor; "
                 f"got {self.spec.label!r}: multiply with decode exact"
             )
-        shift = 2 if self.spec.is_pow2 or self.spec.numerator == 1536.0 else 3
-        codes = encode_fp8(self.unscaled(torch.float32).mul_(2.0**-shift))
+        shift = self.spec.fp8_shift
+        # + 0: a code 6 or -6 under a scale that underflowed is a zero without a sign.
+        codes = encode_fp8(self.unscaled(torch.float32).mul_(2.0**-shift).add_(0.0))
         return codes.view(torch.float8_e4m3fn), self.tensor_scale * 2.0**shift
+
+    def decoded(self, form: str) -> "DecodedTensor":
+        """As tensor cores multiply it: form "bf16" (exact) or "fp8"; NVFP4 only."""
+        if self.spec.format != "nvfp4" or form not in DECODED_FORMS:
+            raise ValueError(
+                f"decoded forms are {', '.join(DECODED_FORMS)} of nvfp4; got {form!r} of "
+                f"{self.spec.label!r}: multiply the codes"
+            )
+        if form == "fp8":
+            data = self.fp8_operand()[0]
+        else:
+            data = self.unscaled(torch.float32).add_(0.0).to(torch.bfloat16)
+        pad = roundup(self.shape[1], self.spec.multiple)
+        data = pad_to(data.view(torch.uint8), len(data), pad * data.itemsize).view(data.dtype)
+        return DecodedTensor(data, self.amax, self.shape, self.spec, self.out_of_range)
 
     def transposed(self) -> "QuantizedTensor":
         """The transpose without rounding again; needs square blocks or one scale a tensor."""
@@ -339,3 +364,33 @@ class QuantizedTensor:
             scales=self.scales.t().contiguous(),
             shape=(cols, rows),
         )
+
+
+DECODED_FORMS = ("bf16", "fp8")
+"""What a quantizer may write instead of codes: operands of BF16 and of FP8 tensor cores."""
+
+
+@dataclass
+class DecodedTensor:
+    """An NVFP4 matrix as tensor cores multiply it, its codes not kept.
+
+    data: [rows, padded cols], code * block scale: bf16, exact; or E4M3 (float8_e4m3fn), of that
+        times 2**-shift, nearest even. Zeros have no sign.
+    amax, shape, spec, out_of_range: as of the QuantizedTensor that it stands for.
+    """
+
+    data: Tensor
+    amax: Tensor
+    shape: tuple[int, int]
+    spec: OperandSpec
+    out_of_range: Tensor | None = None
+
+    @property
+    def shift(self) -> int:
+        """data * 2**shift is code * block scale (rounded, if E4M3 cannot hold it)."""
+        return self.spec.fp8_shift if self.data.dtype == torch.float8_e4m3fn else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and amax."""
+        return self.data.numel() * self.data.element_size() + self.amax.numel() * 4

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.formats import QuantizedTensor
 from fused_ops.linear import (
     check_shapes,
     dgrad,
@@ -162,6 +163,6 @@ def _wgrad_sources(
     if call.spec("wgrad.x").source != "forward":
         return parts
     return [
-        part if isinstance(forward, Tensor) else forward.dequantize()
+        forward.dequantize() if isinstance(forward, QuantizedTensor) else part
         for part, forward in zip(parts, forwards)
     ]

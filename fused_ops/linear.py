@@ -15,8 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.formats import QuantizedTensor
 from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand
-from fused_ops.operands import observe, pack, quantize_operand, unpack, weight_operand
+from fused_ops.operands import (
+    Source,
+    observe,
+    operand_form,
+    pack,
+    quantize_both,
+    quantize_operand,
+    unpack,
+    weight_operand,
+)
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
 
@@ -77,22 +87,30 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         full = call.comm.gather_input(x)
         flat = full.reshape(-1, full.shape[-1])
-        qx = quantize_operand(call, "fprop.x", flat)
-        qw = weight_operand(call, "fprop.w", weight)
-        observe(call, "fprop.x", flat, qx)
-        observe(call, "fprop.w", weight, qw)
-        y = scaled_matmul(
-            qx, qw, out_dtype=x.dtype, bias=bias, decode=call.recipe.decode,
-            implementation=call.implementation,
-        )  # fmt: skip
-
         ctx.save_input = ctx.needs_input_grad[1]
         spec = call.spec("wgrad.x")
         # In high precision this rank's part is kept, and gathered again in the backward.
         ctx.save_part = not is_quantized(spec) and spec.source == "tensor"
+        source, kept = Source(flat, call.nonfinite), None
+        form = operand_form(call, "fprop", flat, (flat.shape[0], weight.shape[0]))
+        if ctx.save_input and not ctx.save_part and spec.source == "tensor":
+            qx, kept = quantize_both(call, ("fprop.x", "wgrad.x"), source, (form, "codes"))
+        else:
+            qx = quantize_operand(call, "fprop.x", source, form=_kept(form, call, ctx.save_input))
+        qw = weight_operand(call, "fprop.w", weight)
+        observe(call, "fprop.x", flat, qx)
+        observe(call, "fprop.w", weight, qw)
+        if kept is not None:
+            observe(call, "wgrad.x", flat, kept)
+        y = scaled_matmul(
+            qx, qw, out_dtype=x.dtype, bias=bias, decode=call.recipe.decode,
+            implementation=call.implementation,
+        )  # fmt: skip
         tensors: list[Tensor] = []
         if ctx.save_input:
-            tensors, ctx.rest = pack(x if ctx.save_part else wgrad_input(call, flat, qx))
+            if kept is None:
+                kept = x if ctx.save_part else wgrad_input(call, flat, qx)
+            tensors, ctx.rest = pack(kept)
         ctx.save_for_backward(weight, *tensors)
         ctx.call, ctx.weight, ctx.shape, ctx.has_bias = call, weight, full.shape, bias is not None
         return y.view(*full.shape[:-1], weight.shape[0])
@@ -102,16 +120,21 @@ class _Linear(torch.autograd.Function):
         call: LinearCall = ctx.call
         weight, *tensors = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
-        dx = dw = db = handle = None
+        dx = dw = db = handle = columns = None
         if ctx.needs_input_grad[0]:
-            dx, handle = call.comm.reduce_input_grad(dgrad(call, dy, weight).view(ctx.shape))
+            if ctx.save_input:
+                rows, columns = _both_gradients(call, dy, weight.shape[1])
+                product = _dgrad(call, dy, rows, weight)
+            else:
+                product = dgrad(call, dy, weight)
+            dx, handle = call.comm.reduce_input_grad(product.view(ctx.shape))
         if ctx.save_input:
             x_t = unpack(tensors, ctx.rest)
             if ctx.save_part:
                 full = call.comm.gather_input(tensors[0]).reshape(-1, ctx.shape[-1])
                 x_t = wgrad_input(call, full, full)
             main_grad = ctx.weight.main_grad if call.main_grad else None
-            dw = wgrad(call, dy, x_t, main_grad, weight.dtype)
+            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, columns=columns)
             if call.main_grad:
                 dw = dummy_gradient(ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -119,6 +142,11 @@ class _Linear(torch.autograd.Function):
         if handle is not None:
             handle.wait()
         return dx, dw, db, None
+
+
+def _kept(form: str, call: LinearCall, save_input: bool) -> str:
+    """Codes, where the forward's operand of X is what wgrad's is made from."""
+    return "codes" if save_input and call.spec("wgrad.x").source == "forward" else form
 
 
 def wgrad_input(
@@ -132,6 +160,7 @@ def wgrad_input(
     if spec.source == "forward" and not isinstance(forward, Tensor):
         if not is_quantized(spec):
             return forward
+        assert isinstance(forward, QuantizedTensor), "the forward operand is kept in codes"
         x = forward.dequantize()
     operand = quantize_operand(call, "wgrad.x", x, columns=True, amax=amax)
     observe(call, "wgrad.x", x, operand)
@@ -142,7 +171,20 @@ def dgrad(
     call: LinearCall, dy: Tensor, weight: Tensor, expert: int = 0, amax: Tensor | None = None
 ) -> Tensor:
     """dX = dY . W in dy's dtype, from dy [tokens, out] and weight [out, in]."""
-    qdy = quantize_operand(call, "dgrad.dy", dy, amax=amax)
+    return _dgrad(call, dy, quantize_operand(call, "dgrad.dy", dy, amax=amax), weight, expert)
+
+
+def _both_gradients(call: LinearCall, dy: Tensor, inputs: int) -> tuple[Operand, Operand]:
+    """dY as the operand of dgrad, and dY^T as that of wgrad."""
+    tokens, outputs = dy.shape
+    forms = (
+        operand_form(call, "dgrad", dy, (tokens, inputs)),
+        operand_form(call, "wgrad", dy, (outputs, inputs)),
+    )
+    return quantize_both(call, ("dgrad.dy", "wgrad.dy"), Source(dy, call.nonfinite), forms)
+
+
+def _dgrad(call: LinearCall, dy: Tensor, qdy: Operand, weight: Tensor, expert: int = 0) -> Tensor:
     qw = weight_operand(call, "dgrad.w", weight, expert)
     observe(call, "dgrad.dy", dy, qdy)
     observe(call, "dgrad.w", weight, qw)
@@ -158,17 +200,22 @@ def wgrad(
     main_grad: Tensor | None,
     dtype: torch.dtype,
     amax: Tensor | None = None,
+    columns: Operand | None = None,
 ) -> Tensor:
     """dW = dY^T . X, added to main_grad (fp32 [out, in]) if that is given, else new in `dtype`.
 
     Args:
         dy: [tokens, out].
         x: X^T [in, tokens], an operand.
+        columns: dY^T as an operand, if it has been made already.
     """
     if not (isinstance(x, Tensor) or is_quantized(call.spec("wgrad.x"))):
+        assert isinstance(x, QuantizedTensor), "the forward operand is kept in codes"
         x = x.dequantize(dy.dtype).t()
         observe(call, "wgrad.x", x.t(), x)
-    qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
+    qdy = columns
+    if qdy is None:
+        qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
     observe(call, "wgrad.dy", dy, qdy)
     return scaled_matmul(
         qdy, x, out_dtype=dtype, accumulate=main_grad, decode=call.recipe.decode,

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.keys import StreamKey
 from fused_ops.quantize import DelayedScaling
 from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 
-Operand = QuantizedTensor | Tensor
-"""Codes, or a high-precision tensor used as it is."""
+Operand = QuantizedTensor | DecodedTensor | Tensor
+"""Codes, what codes decode to, or a high-precision tensor used as it is."""
 
 
 Origin = tuple[int, int] | list[tuple[int, int, int]]
@@ -34,7 +34,7 @@ class Comm(Protocol):
         ...
 
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
-        """The maximum of `amax` over the ranks that hold parts of the operand `name`.
+        """The maximum of `amax`, left as it is, over the ranks that hold parts of operand `name`.
 
         Called in the same order on all of them, once per quantization; a weight's once per rebuild
         of its codes. Row-scaled operands have one amax a row, stacks of experts one an expert.

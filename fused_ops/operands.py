@@ -8,11 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.keys import sign_key, signs
 from fused_ops.linear_call import LinearCall, Operand
-from fused_ops.quantize import DelayedScaling, nonfinite_flag, operand_amax, quantize
+from fused_ops.quantize import (
+    DelayedScaling,
+    amax_pair,
+    operand_amax,
+    pair_reason,
+    plain_amax,
+    quantize,
+    quantize_decoded,
+    quantize_pair,
+    requantize_columns,
+)
+from fused_ops.quantize.hadamard import amax_bound
 from fused_ops.recipe import is_quantized
+from fused_ops.scaled_matmul.hopper import decoded_form
+from fused_ops.triton_support import device_reason
 from fused_ops.weight_codes import WeightCodes
 
 
@@ -25,31 +38,86 @@ def has_shared_amax(spec: OperandSpec) -> bool:
     return spec.needs_amax or spec.is_pow2
 
 
-def amax_of(call: LinearCall, name: str, x: Tensor, *, columns: bool = False) -> Tensor:
+class Source:
+    """A high-precision matrix that becomes operands: what they share is taken from it once.
+
+    Args:
+        tensor: the matrix.
+        nonfinite: bool scalar on its device, raised when the plain amax is taken of Inf or NaN.
+    """
+
+    def __init__(self, tensor: Tensor, nonfinite: Tensor | None = None) -> None:
+        self.tensor, self.nonfinite = tensor, nonfinite
+        self._plain: Tensor | None = None
+        self._rotated: dict[OperandSpec, Tensor] = {}
+        self.is_checked = False
+
+    @property
+    def plain_amax(self) -> Tensor:
+        """fp32 amax of the matrix as it is."""
+        if self._plain is None:
+            self._plain = plain_amax(self.tensor, self.nonfinite)
+        return self._plain
+
+    def prepare_pair(self, column: OperandSpec, signs: Tensor | None) -> None:
+        """Takes the plain amax and that of the rotated columns, together."""
+        if self._plain is None and column not in self._rotated:
+            pair = amax_pair(self.tensor, column, signs, self.nonfinite)
+            self._plain, self._rotated[column] = pair
+
+    def amax(self, spec: OperandSpec, columns: bool, signs: Tensor | None) -> Tensor:
+        """operand_amax of an operand; a new tensor, or one that must not be changed."""
+        if columns and spec in self._rotated:
+            return self._rotated[spec]
+        if spec.row_scaled or (spec.hadamard and not spec.is_pow2):
+            return operand_amax(self.tensor, spec, columns=columns, signs=signs)
+        bound = amax_bound(spec.hadamard) if spec.hadamard else 1.0
+        return self.plain_amax if bound == 1.0 else self.plain_amax * bound
+
+
+def as_source(call: LinearCall, x: Tensor | Source) -> Source:
+    """x, or a new Source of it."""
+    return x if isinstance(x, Source) else Source(x, call.nonfinite)
+
+
+def amax_of(call: LinearCall, name: str, x: Tensor | Source, *, columns: bool = False) -> Tensor:
     """This rank's amax of an operand: fp32, after rotation where the operand is rotated."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
+    source = as_source(call, x)
+    if source.tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=source.tensor.device)
     spec = call.spec(name)
-    sign = signs(spec, call.key, name.split(".")[0], x.device)
-    return operand_amax(x, spec, columns=columns, signs=sign)
+    sign = signs(spec, call.key, name.split(".")[0], source.tensor.device)
+    return source.amax(spec, columns, sign)
+
+
+def _reduced_amax(call: LinearCall, name: str, source: Source, columns: bool) -> Tensor:
+    return call.comm.reduce_amax(name, amax_of(call, name, source, columns=columns))
 
 
 def quantize_operand(
-    call: LinearCall, name: str, x: Tensor, *, columns: bool = False, amax: Tensor | None = None
+    call: LinearCall,
+    name: str,
+    x: Tensor | Source,
+    *,
+    columns: bool = False,
+    amax: Tensor | None = None,
+    form: str = "codes",
 ) -> Operand:
-    """x [rows, cols] as the operand `name`: codes of x, or of its transpose if `columns`.
+    """x [rows, cols] as the operand `name`: of x, or of its transpose if `columns`.
 
     Args:
         amax: the reduced amax, if the caller has it already (experts reduce all of theirs at once).
+        form: see `fused_ops.quantize.quantize`.
     """
-    spec = call.spec(name)
+    source, spec = as_source(call, x), call.spec(name)
+    x = source.tensor
     if not is_quantized(spec):
         return x.t() if columns else x
-    check_finite(call, name, x)
+    check_finite(call, name, source)
     if spec.format == "fp8_delayed":
         amax = _delayed_amax(call, name, x)
     elif amax is None and has_shared_amax(spec):
-        amax = call.comm.reduce_amax(name, amax_of(call, name, x, columns=columns))
+        amax = _reduced_amax(call, name, source, columns)
     if x.numel() == 0:
         return _empty(x.t() if columns else x, spec)
     options: dict[str, Any] = {
@@ -58,13 +126,76 @@ def quantize_operand(
         "signs": signs(spec, call.key, name.split(".")[0], x.device),
         "implementation": call.implementation,
     }
-    if not spec.is_random:
+    if spec.is_random:
+        options["key"] = call.key.operand(name)
+        origin = call.comm.origin(name)
+        if isinstance(origin, list):
+            return _quantize_runs(x, spec, origin, options)
+        options["origin"] = origin[::-1] if columns else origin
+    if form == "codes":
         return quantize(x, spec, **options)
-    options["key"] = call.key.operand(name)
-    origin = call.comm.origin(name)
-    if isinstance(origin, list):
-        return _quantize_runs(x, spec, origin, options)
-    return quantize(x, spec, origin=origin[::-1] if columns else origin, **options)
+    return quantize_decoded(x, spec, form, **options)
+
+
+def quantize_both(
+    call: LinearCall, names: tuple[str, str], source: Source, forms: tuple[str, str]
+) -> tuple[Operand, Operand]:
+    """One matrix as two operands: the first along its rows, the second the transpose.
+
+    In one read of it where there is a kernel for that; the same values either way.
+    """
+    row, column = call.spec(names[0]), call.spec(names[1])
+    x = source.tensor
+    quantized = is_quantized(row) and is_quantized(column)
+    origin = call.comm.origin(names[0]) if quantized else []
+    if (
+        isinstance(origin, list)
+        or origin[0] % 16
+        or origin[1] % 16
+        or call.implementation is not None
+        or pair_reason(x, row, column) is not None
+    ):
+        return (
+            quantize_operand(call, names[0], source, form=forms[0]),
+            quantize_operand(call, names[1], source, columns=True, form=forms[1]),
+        )
+    sign = signs(column, call.key, names[1].split(".")[0], x.device)
+    source.prepare_pair(column, sign)
+    check_finite(call, names[0], source)
+    return quantize_pair(
+        x,
+        row,
+        column,
+        amaxes=(
+            _reduced_amax(call, names[0], source, False),
+            _reduced_amax(call, names[1], source, True),
+        ),
+        signs=sign,
+        keys=(
+            call.key.operand(names[0]) if row.is_random else None,
+            call.key.operand(names[1]) if column.is_random else None,
+        ),
+        origin=origin,
+        forms=forms,
+    )
+
+
+def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) -> str:
+    """The form of the operands of a GEMM that are multiplied and not kept.
+
+    Codes where someone wants to see them, or where no tensor cores are.
+    """
+    if call.observer is not None or call.implementation is not None or not x.is_cuda:
+        return "codes"
+    if device_reason(x) is not None or x.dtype not in (torch.bfloat16, torch.float32):
+        return "codes"
+    first, second = GEMM_OPERANDS[gemm]
+    return decoded_form(
+        call.spec(f"{gemm}.{first}"), call.spec(f"{gemm}.{second}"), rows, call.recipe.decode
+    )
+
+
+GEMM_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
 def _quantize_runs(
@@ -120,14 +251,16 @@ def _delayed_amax(call: LinearCall, name: str, x: Tensor) -> Tensor:
     return call.delayed[slot].amax
 
 
-def check_finite(call: LinearCall, name: str, x: Tensor) -> None:
-    """Raises the device flag, or FloatingPointError if the call wants it at once."""
-    if call.nonfinite is None and not call.check_finite:
+def check_finite(call: LinearCall, name: str, source: Source) -> None:
+    """Raises the device flag, or FloatingPointError if the call wants it at once.
+
+    A matrix that becomes several operands is looked at once.
+    """
+    if source.is_checked or (call.nonfinite is None and not call.check_finite):
         return
-    flag = nonfinite_flag(x)
-    if call.nonfinite is not None:
-        call.nonfinite.logical_or_(flag)
-    if call.check_finite and bool(flag):
+    source.is_checked = True
+    x, amax = source.tensor, source.plain_amax  # taking it has raised the flag
+    if call.check_finite and not bool(torch.isfinite(amax)):
         gemm, operand = name.split(".")
         raise FloatingPointError(
             f"{call.name or 'a linear layer'}: operand {operand} of {gemm} holds "
@@ -167,9 +300,20 @@ def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> Quantize
     forward, own = call.spec("fprop.w"), call.spec(name)
     source, columns = weight, name == "dgrad.w"
     if columns and own == forward and is_symmetric(own):
-        return _weight_codes(call, "fprop.w", weight, expert).transposed()
+        codes = _weight_codes(call, "fprop.w", weight, expert)
+        if not weight.is_cuda or own.format not in ("nvfp4", "fp8_tensorwise"):
+            return codes.transposed()
+        # The same codes as the transposed ones, and faster there than moving nibbles.
+        operand = quantize_operand(call, name, weight, columns=True, amax=codes.amax)
+        assert isinstance(operand, QuantizedTensor)
+        return operand
     if own.source == "forward":
-        source = _weight_codes(call, "fprop.w", weight, expert).dequantize()
+        codes = _weight_codes(call, "fprop.w", weight, expert)
+        if own.is_pow2 and codes.spec.format == "nvfp4" and not codes.spec.row_scaled:
+            # No decoded value is twice the forward's amax, which all ranks share already.
+            chosen = call.implementation
+            return requantize_columns(codes, own, codes.amax * 2.0, implementation=chosen)
+        source = codes.dequantize()
     operand = quantize_operand(call, name, source, columns=columns)
     assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"
     return operand
@@ -188,14 +332,14 @@ def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> No
         call.observer.observe(gemm, which, tensor, operand)
 
 
-def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | None]:
+def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | DecodedTensor | None]:
     """The tensors of an operand, for saving, and the rest of it."""
     if isinstance(operand, Tensor):
         return [operand], None
     return [getattr(operand, name) for name in _tensor_fields(operand)], operand
 
 
-def unpack(tensors: Sequence[Tensor], rest: QuantizedTensor | None) -> Operand:
+def unpack(tensors: Sequence[Tensor], rest: QuantizedTensor | DecodedTensor | None) -> Operand:
     """The inverse of pack."""
     if rest is None:
         return tensors[0]
@@ -203,5 +347,5 @@ def unpack(tensors: Sequence[Tensor], rest: QuantizedTensor | None) -> Operand:
     return replace(rest, **changes)
 
 
-def _tensor_fields(quantized: QuantizedTensor) -> list[str]:
+def _tensor_fields(quantized: QuantizedTensor | DecodedTensor) -> list[str]:
     return [f.name for f in fields(quantized) if isinstance(getattr(quantized, f.name), Tensor)]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core attention on PyTorch's scaled_dot_product_attention, and attention layers around it."""
+"""Core attention, over whole sequences or cut ones, and attention layers around it."""
 
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -15,6 +14,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from fused_ops.attention import Visible, attention
 from models.comm import is_distributed
 from models.documents import document_ids
 from models.parallel_linear import ColumnParallelLinear
@@ -107,27 +107,19 @@ class CoreAttention(MegatronModule):
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d_value]."""
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported; pass None")
+        dropout = self.dropout if self.training else 0.0
+        ids = document_ids(packed_seq_params)
         if self.cp_group is not None:
             key = _GatherSequence.apply(key, self.cp_group)
             value = _GatherSequence.apply(value, self.cp_group)
-        mask = self._mask(query, key.shape[0], document_ids(packed_seq_params))
-        dropout = self.dropout if self.training else 0.0
-        dtype = query.dtype
-        if not query.is_cuda:  # FP32 is up to 20 times faster than BF16 on a CPU, and no less exact
-            query, key, value = query.float(), key.float(), value.float()
-        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        with self._random_state(dropout):
-            out = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+            visible = Visible(mask=self._mask(query, key.shape[0], ids))
+        else:
+            visible = Visible(
+                documents=None if ids is None else packed_seq_params.bounds,
+                window=None if self.window is None else self.window[0],
             )
-        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
+        with self._random_state(dropout):
+            return attention(query, key, value, visible, dropout=dropout, scale=self.scale)
 
     def _random_state(self, dropout: float) -> Any:
         # With sequence parallelism megatron-core has forked the state around the whole layer.
@@ -135,16 +127,12 @@ class CoreAttention(MegatronModule):
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 
-    def _mask(self, query: Tensor, keys: int, documents: Tensor | None) -> Tensor | None:
-        """Which key each query sees, bool [(b, 1,) s, keys]; None for the plain causal mask."""
-        if self.cp_group is None and documents is None and self.window is None:
-            return None
-        device = query.device
-        position = torch.arange(query.shape[0], device=device)
-        if self.cp_group is not None:
-            ranks, rank = self.cp_group.size(), dist.get_rank(self.cp_group)
-            position = zigzag_positions(query.shape[0], ranks, rank, device)
-        gap = position.unsqueeze(-1) - torch.arange(keys, device=device)
+    def _mask(self, query: Tensor, keys: int, documents: Tensor | None) -> Tensor:
+        """Which key each query of this rank sees, bool [(b, 1,) s, keys]."""
+        assert self.cp_group is not None, "without context parallelism no mask is needed"
+        ranks, rank = self.cp_group.size(), dist.get_rank(self.cp_group)
+        position = zigzag_positions(query.shape[0], ranks, rank, query.device)
+        gap = position.unsqueeze(-1) - torch.arange(keys, device=query.device)
         mask = gap >= 0
         if self.window is not None:
             mask = mask & (gap <= self.window[0])

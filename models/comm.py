@@ -96,6 +96,7 @@ class TensorParallelComm:
             by_row = self.recipe.spec(*name.split(".")).row_scaled
             if by_row and axis != _CONTRACTED[name]:
                 continue  # the ranks hold different rows
+            amax = amax.clone()  # the caller's may serve another operand
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         return amax
 

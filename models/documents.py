@@ -6,19 +6,23 @@ of packing ("thd") needs kernels of Transformer Engine; here the object says onl
 each token belongs to, and the tensors keep their usual shape.
 """
 
+from itertools import pairwise
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from fused_ops.attention import DocumentBounds
+
 
 class Documents(PackedSeqParams):
-    """The document of each token, int64 [batch, length] over the whole sequence."""
+    """The document of each token of the whole sequence, and where documents start."""
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, bounds: DocumentBounds) -> None:
         # Rotary embeddings take their length from here.
-        length = ids.shape[1]
+        length = bounds.ids.shape[1]
         super().__init__(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length)
-        self.ids = ids
+        self.bounds = bounds
 
 
 def document_boundaries(cu_seqlens: Tensor, micro_batch_size: int, seq_length: int) -> Documents:
@@ -30,15 +34,17 @@ def document_boundaries(cu_seqlens: Tensor, micro_batch_size: int, seq_length: i
         micro_batch_size, seq_length: of the whole micro-batch, before context parallelism cuts it.
     """
     total = micro_batch_size * seq_length
-    bounds = cu_seqlens.long()
-    if int(bounds[0]) != 0 or int(bounds[-1]) != total:
+    bounds = cu_seqlens.tolist()  # the one wait for the device
+    if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(
             f"cu_seqlens must go from 0 to micro_batch_size * seq_length = {total}, got "
-            f"{int(bounds[0])} to {int(bounds[-1])}"
+            f"{bounds[0]} to {bounds[-1]}"
         )
-    position = torch.arange(total, device=bounds.device)
-    number = torch.bucketize(position, bounds[1:-1], right=True)
-    return Documents(number.view(micro_batch_size, seq_length))
+    position = torch.arange(total, device=cu_seqlens.device)
+    number = torch.bucketize(position, cu_seqlens[1:-1].long(), right=True)
+    longest = max(end - start for start, end in pairwise(bounds))
+    ids = number.view(micro_batch_size, seq_length)
+    return Documents(DocumentBounds(ids, cu_seqlens.int(), longest))
 
 
 def document_ids(packed: PackedSeqParams | None) -> Tensor | None:
@@ -54,4 +60,4 @@ def document_ids(packed: PackedSeqParams | None) -> Tensor | None:
             "packed sequences of megatron-core (thd) are not supported here; pass cu_seqlens to "
             "the model instead"
         )
-    return packed.ids
+    return packed.bounds.ids

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fused_ops.grouped_linear import grouped_linear
 from models.comm import TensorParallelComm, token_count
+from models.mlp import fused_activation
 from models.parallel_linear import DuplicatedLinear, GemmModule
 
 
@@ -181,6 +182,26 @@ class _Cut:
 
 class GroupedMLP(experts.TEGroupedMLP):
     """megatron-core's grouped experts (its forward pass needs nothing of Transformer Engine)."""
+
+    def forward(
+        self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor, *buffers: Any
+    ) -> tuple[Tensor, None]:
+        """Tokens [tokens, h] sorted by expert, and the router's share [tokens] of each."""
+        activation = fused_activation(self.config)
+        elsewhere = (
+            self.activation_recompute
+            or self.offload_expert_fc1
+            or self.offload_moe_act
+            or self.config.moe_apply_probs_on_input
+            or self.config.moe_mlp_glu_interleave_size is not None
+        )
+        if activation is None or elsewhere:
+            return super().forward(hidden, tokens_per_expert, probabilities, *buffers)
+        counts = tokens_per_expert.tolist()
+        scale = probabilities.unsqueeze(-1)
+        hidden, _ = self.linear_fc1(hidden, counts)
+        out, bias = self.linear_fc2(activation(hidden, scale), counts)
+        return self._apply_bias(out, bias, counts, scale), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -59,7 +59,10 @@ class HybridModel(hybrid_model.HybridModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [b, s], logits [s, b, vocabulary of this rank] -> FP32 loss [b, s]."""
         loss = cross_entropy(
-            logits, labels.transpose(0, 1).contiguous(), shard=self._vocab_shard(logits.shape[-1])
+            logits,
+            labels.transpose(0, 1).contiguous(),
+            shard=self._vocab_shard(logits.shape[-1]),
+            overwrite=True,  # nothing reads the logits after the loss
         )
         return loss.transpose(0, 1).contiguous()
 

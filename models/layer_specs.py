@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
@@ -13,7 +12,8 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -31,7 +31,8 @@ from megatron.core.transformer.transformer_layer import (
 from models.attention import MLASelfAttention
 from models.experts import MoELayer
 from models.mamba import MambaMixer
-from models.norm import Norm
+from models.mlp import MLP, SharedExpertMLP
+from models.norm import Norm, ResidualNorm
 from models.spec_provider import SpecProvider
 
 
@@ -64,7 +65,7 @@ def stack_spec(config: Any) -> ModuleSpec:
                     submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
                 ),
             ),
-            moe_layer=_feed_forward(MoETransformerLayer, _experts(config, provider)),
+            moe_layer=_feed_forward(MoETransformerLayer, _experts(provider)),
             mtp_block_spec=_prediction(column),
         ),
     )
@@ -84,7 +85,9 @@ def _attention(attention: ModuleSpec) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+            input_layernorm=ResidualNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
         ),
     )
 
@@ -129,15 +132,22 @@ def _feed_forward(layer: type, mlp: Any) -> ModuleSpec:
     return ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=Norm, mlp=mlp, mlp_bda=get_bias_dropout_add
+            pre_mlp_layernorm=ResidualNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
         ),
     )
 
 
-def _experts(config: Any, provider: SpecProvider) -> Any:
-    experts = config.num_moe_experts or 1  # without experts the slot is never built
-    builder = get_moe_module_spec_for_backend(provider, num_experts=experts, moe_grouped_gemm=True)
-    return partial(MoELayer, *builder.args, **builder.keywords)
+def _experts(provider: SpecProvider) -> Any:
+    projections = MLPSubmodules(
+        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
+    )
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=provider.grouped_mlp_modules(True),
+            shared_experts=partial(SharedExpertMLP, submodules=projections),
+        ),
+    )
 
 
 def _prediction(column: type) -> ModuleSpec:

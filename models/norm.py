@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from fused_ops.rmsnorm import rmsnorm
+from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
 
 
 class Norm(torch.nn.Module):
@@ -46,6 +46,20 @@ class Norm(torch.nn.Module):
             return rmsnorm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
         gain = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
         return F.layer_norm(x.float(), gain.shape, gain, self.bias.float(), self.eps).to(x.dtype)
+
+
+class ResidualNorm(Norm):
+    """The norm that starts a residual branch: it hands the residual on with its output.
+
+    megatron-core's transformer layers accept such a pair. (Its recomputation of norms would not: it
+    would free the residual with the output. `models.config_checks` refuses it.)
+    """
+
+    def forward(self, x: Tensor) -> Any:
+        """[..., hidden_size] -> (normalized, x); LayerNorm gives only the first."""
+        if self.bias is not None:
+            return super().forward(x)
+        return rmsnorm_and_input(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
 
 
 class GroupNorm(torch.nn.Module):

@@ -208,11 +208,15 @@ def _precision_problems(config: PretrainConfig) -> list[str]:
 def start_problems(config: PretrainConfig, world: int) -> list[str]:
     """What this start of the run lacks, with `world` processes."""
     return [
-        *_batch_problems(config, world),
-        *_expert_problems(config, world),
+        *layout_start_problems(config, world),
         *_machine_problems(config),
         *log_config_problems(config.log),
     ]
+
+
+def layout_start_problems(config: PretrainConfig, world: int) -> list[str]:
+    """Of these, what `world` processes on any machines lack."""
+    return [*_batch_problems(config, world), *_expert_problems(config, world)]
 
 
 def _batch_problems(config: PretrainConfig, world: int) -> list[str]:

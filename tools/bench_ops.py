@@ -2,10 +2,13 @@
 """Time the fused ops on a GPU, each only after it has passed its check.
 
     python -m tools.bench_ops --op quantize|matmul [--rows 8192] [--cols 5120 20480]
+    python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy [--rows 8192]
+    python -m tools.bench_ops --op attention [--rows 8192]
 
-Quantizers: microseconds, TB/s of bytes that must move (input read once, codes and scales written
-once), and that over the bandwidth of a device copy in the same run. Products: TFLOP/s, and over
-torch's own BF16 product in the same run.
+Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
+once, outputs written once), and that over the bandwidth of a device copy in the same run.
+Products: TFLOP/s, and over torch's own BF16 product in the same run. Attention: TFLOP/s of what
+the causal rule leaves, of every way that takes the call.
 """
 
 import argparse
@@ -17,8 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.activation import squared_relu, swiglu
+from fused_ops.attention import DocumentBounds, Visible, attention
+from fused_ops.cross_entropy import cross_entropy
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import operand_amax, quantize, triton_backend
+from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.testing import assert_bitwise_equal, assert_close
 
@@ -143,9 +150,122 @@ def bench_matmul(rows: int, cols: int, inner: int) -> None:
             )
 
 
+def forward_backward(op: Callable[..., Any], inputs: list[Tensor]) -> Callable[[], tuple]:
+    """A call of op and of its backward pass, for the same gradients every time."""
+    leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+
+    def outputs() -> tuple[Tensor, ...]:
+        out = op(*inputs)
+        return out if isinstance(out, tuple) else (out,)
+
+    with torch.no_grad():
+        torch.manual_seed(1)
+        upstream = [torch.randn_like(y) for y in outputs()]
+
+    def both() -> tuple[Tensor, ...]:
+        out = outputs()
+        return (*out, *torch.autograd.grad(out, leaves, upstream))
+
+    return both
+
+
+def check_op(op: Callable[..., Any], inputs: list[Tensor]) -> None:
+    """The kernels agree with the reference to the rounding of the output, backward too."""
+    runs = [
+        forward_backward(partial(op, implementation=name), [x.detach().clone() for x in inputs])
+        for name in ("triton", "reference")
+    ]
+    for number, (got, want) in enumerate(zip(*(run() for run in runs))):
+        assert_close(got, want, "bf16_output", f"result {number}")
+
+
+def bench_op(name: str, op: Callable[..., Any], inputs: list[Tensor], moved: list[int]) -> None:
+    """Forward, and backward as the difference to both together.
+
+    moved: bytes of the forward and of the backward pass.
+    """
+    check_op(op, [x.detach()[:256].clone() for x in inputs[:1]] + _rest(inputs))
+    copy = copy_bandwidth(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
+    run = partial(op, implementation="triton")
+    with torch.no_grad():
+        forward = median_us(lambda: run(*inputs))
+    total = median_us(forward_backward(run, inputs))
+    row(f"{name} forward", moved[0], forward, copy)
+    row(f"{name} backward", moved[1], total - forward, copy)
+
+
+def _rest(inputs: list[Tensor]) -> list[Tensor]:
+    """Further inputs for the first 256 rows: what has one entry a row is cut."""
+    rows = inputs[0].shape[0]
+    return [x.detach()[:256].clone() if x.shape[0] == rows else x for x in inputs[1:]]
+
+
+def bench_glue(op: str, rows: int) -> None:
+    """The ops around the products, at the sizes of a layer of hidden 4096 and 14336."""
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    if op == "rmsnorm":
+        size = rows * 4096 * 2
+        inputs = [bf16(rows, 4096), bf16(4096)]
+        bench_op("rmsnorm", rmsnorm, inputs, [2 * size, 3 * size])
+        bench_op("rmsnorm and input", rmsnorm_and_input, inputs, [2 * size, 4 * size])
+        bench_op(
+            "rmsnorm of heads", rmsnorm, [bf16(rows, 32, 128), bf16(128)], [2 * size, 3 * size]
+        )
+    elif op in ("swiglu", "squared_relu"):
+        gated = 2 if op == "swiglu" else 1
+        run = swiglu if gated == 2 else squared_relu
+        size, x = rows * 14336 * 2, bf16(rows, gated * 14336)
+        moved = [(1 + gated) * size, (1 + 2 * gated) * size]
+        bench_op(op, run, [x], moved)
+        bench_op(f"{op} scaled", run, [x, torch.rand(rows, 1, device="cuda")], moved)
+    else:
+        labels = torch.randint(0, 32768, (rows,), device="cuda")
+        size = rows * 32768 * 2
+        for overwrite in (False, True):
+            run = partial(cross_entropy, overwrite=overwrite)
+            name = "cross entropy" + (", gradient over logits" if overwrite else "")
+            bench_op(name, run, [bf16(rows, 32768), labels], [size, 2 * size])
+
+
+def bench_attention(rows: int) -> None:
+    """32 heads, 8 groups, 128 features: one document of all tokens, and four equal ones."""
+    inputs = [torch.randn(rows, 1, n, 128, device="cuda").bfloat16() for n in (32, 8, 8)]
+    bounds = torch.arange(5, dtype=torch.int32, device="cuda") * (rows // 4)
+    ids = torch.arange(4, device="cuda").repeat_interleave(rows // 4)[None]
+    for label, documents, share in (
+        ("one document", None, 1),
+        ("four documents", DocumentBounds(ids, bounds, rows // 4), 4),
+    ):
+        visible = Visible(documents=documents)
+        flops = 2 * rows * (rows // share) * 32 * 128
+        with torch.no_grad():
+            query, key, value = (t.float() for t in inputs)
+            want = attention(query, key, value, visible, implementation="reference")
+        for way in ("sdpa", "varlen"):
+            if way == "varlen" and documents is None:
+                continue
+            op = partial(attention, visible=visible, implementation=way)
+            with torch.no_grad():
+                error = float((op(*inputs) - want).norm() / want.norm())
+                assert error < 2**-7, f"{way}: relative error {error}"
+                forward = median_us(lambda: op(*inputs))  # noqa: B023 (called at once)
+            both = median_us(forward_backward(op, inputs))
+            print(
+                f"{label + ', ' + way:52} forward {forward:8.1f} us "
+                f"{flops / forward / 1e6:6.0f} TFLOP/s, with backward {both:8.1f} us "
+                f"{3.5 * flops / both / 1e6:6.0f} TFLOP/s"
+            )
+
+
+GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--op", choices=("quantize", "matmul"), required=True)
+    parser.add_argument("--op", choices=("quantize", "matmul", "attention", *GLUE), required=True)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
     options = parser.parse_args(arguments)
@@ -153,6 +273,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if options.op in GLUE:
+        bench_glue(options.op, options.rows)
+        return 0
+    if options.op == "attention":
+        bench_attention(options.rows)
+        return 0
     for cols in options.cols:
         if options.op == "quantize":
             bench_quantize(options.rows, cols)

@@ -8,6 +8,7 @@ all kernels that list the target compile. What is only compiled has not run.
 """
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
@@ -29,8 +30,12 @@ _TYPES = {
     "used_ptr": "*fp32",
     "count_ptr": "*i32",
     "out_ptr": "*i32",
+    "plain_ptr": "*i32",
+    "flag_ptr": "*u8",
 }
-_ALIGNED = ("cols", "blocks", "stride", "words")
+_ALIGNED = (
+    "cols", "blocks", "stride", "words", "row_stride", "col_stride", "features", "size", "width",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,79 @@ class Variant:
     warps: int
     types: dict[str, str] = field(default_factory=dict)
     targets: tuple[str, ...] = TARGETS
+    op: str = "quantize"
 
 
 def variants() -> list[Variant]:
     """What is launched in training, with the tiles in use."""
-    from fused_ops.quantize.triton_backend import AMAX_TILE, COLUMN_TILE, ROW_TILE, ROW_TILE_2D
+    return quantizer_variants() + activation_variants() + norm_variants() + loss_variants()
+
+
+def _bf16(*names: str, **others: str) -> dict[str, str]:
+    return {f"{name}_ptr": "*bf16" for name in names} | others
+
+
+def activation_variants() -> list[Variant]:
+    """SwiGLU and squared ReLU, with and without a factor for each row."""
+    from fused_ops.activation.triton_backend import BLOCK, WARPS
+
+    types = _bf16("x", "y", "dy", "dx", scale_ptr="*fp32", dscale_ptr="*fp32")
+    return [
+        Variant(
+            kernel, ("swiglu" if gated else "squared relu") + (" scaled" if scaled else ""),
+            {"GATED": gated, "SCALED": scaled, "BLOCK": BLOCK}, WARPS, types, op="activation",
+        )
+        for kernel in ("activation_forward", "activation_backward")
+        for gated in (True, False)
+        for scaled in (False, True)
+    ]  # fmt: skip
+
+
+def norm_variants() -> list[Variant]:
+    """RMSNorm of 4096 features, and of heads of 128."""
+    from fused_ops.rmsnorm.triton_backend import tile
+
+    types = _bf16("x", "y", "dy", "dx", "weight", "more", eps="fp32")
+    types |= {"rstd_ptr": "*fp32", "partial_ptr": "*fp32", "out_ptr": "*bf16"}
+    found = []
+    for size in (4096, 128):
+        shape = tile(size)
+        warps = shape.pop("num_warps")
+        constants: dict[str, Any] = {"ZERO_CENTERED": False, **shape}
+        more = constants | {"MORE": True}
+        found.append(
+            Variant("rmsnorm_forward", f"size {size}", constants, warps, types, op="rmsnorm")
+        )
+        found.append(Variant("rmsnorm_backward", f"size {size}", more, warps, types, op="rmsnorm"))
+    small = {"ROWS": 32, "BLOCK": 32}
+    return [*found, Variant("sum_partials", "dweight", small, 4, types, op="rmsnorm")]
+
+
+def loss_variants() -> list[Variant]:
+    """Cross entropy of whole and cut vocabularies."""
+    from fused_ops.cross_entropy.triton_backend import BACKWARD_BLOCK, FORWARD_BLOCK, WARPS
+
+    types = _bf16("logits", "out", labels_ptr="*i64")
+    types |= {f"{n}_ptr": "*fp32" for n in ("peak", "total", "target", "log_norm", "dy")}
+    found = [
+        Variant(
+            "cross_entropy_forward", label, {"WHOLE": whole, "BLOCK": FORWARD_BLOCK}, WARPS, types,
+            op="cross_entropy",
+        )
+        for label, whole in (("whole vocabulary", True), ("a shard", False))
+    ]  # fmt: skip
+    block = {"BLOCK": BACKWARD_BLOCK}
+    backward = Variant("cross_entropy_backward", "bf16", block, WARPS, types, op="cross_entropy")
+    return [*found, backward]
+
+
+def quantizer_variants() -> list[Variant]:
+    """The quantizers in both directions, amaxes and the decoder."""
+    from fused_ops.quantize.triton_launch import AMAX_TILE, COLUMN_TILE, ROW_TILE, ROW_TILE_2D
 
     base: dict[str, Any] = {
         "BF16": True, "POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0,
-        "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False,
+        "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False, "FORM": 0, "SHIFT": 0,
     }  # fmt: skip
     kinds: dict[str, dict[str, Any]] = {
         "1x16": {},
@@ -60,6 +129,9 @@ def variants() -> list[Variant]:
         "1x16 4over6": {"CHOICE": 1, "NUMERATOR": 1536.0},
         "16x16": {"TILE": True},
         "pow2 stochastic": {"POW2": True, "STOCHASTIC": True},
+        "pow2 stochastic to e4m3": {"POW2": True, "STOCHASTIC": True, "FORM": 1, "SHIFT": 2},
+        "1x16 4over6 to e4m3": {"CHOICE": 1, "NUMERATOR": 1536.0, "FORM": 1, "SHIFT": 2},
+        "1x16 to bf16": {"FORM": 2},
         "pow2 better_of_two": {"POW2": True, "CHOICE": 1},
         "pow2 hadamard better_of_two": {"POW2": True, "CHOICE": 1, "HADAMARD": True},
     }
@@ -67,12 +139,16 @@ def variants() -> list[Variant]:
     found = [
         Variant(
             "amax_flat", "bf16",
-            {"BF16": True, "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"]},
+            {
+                "BF16": True, "FLAG": True,
+                "SIZE": AMAX_TILE["size"], "ITERS": AMAX_TILE["iters"],
+            },
             AMAX_TILE["warps"],
         ),
         Variant(
             "amax_columns", "hadamard",
-            column | {"BF16": True, "HADAMARD": True, "FINITE": False}, COLUMN_TILE["warps"],
+            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True, "FLAG": True},
+            COLUMN_TILE["warps"],
         ),
         Variant(
             "decode_blocks", "e4m3", {"E4M3": True, "SHIFT": 3, "TILE": False, "SIZE": 256}, 4
@@ -82,6 +158,7 @@ def variants() -> list[Variant]:
             {"codes_ptr": "*i32"},
         ),
     ]  # fmt: skip
+    found += _pairs()
     for label, changes in kinds.items():
         tile = ROW_TILE_2D if changes.get("TILE") else ROW_TILE
         row = {"ROWS": tile["rows"], "GROUPS": tile["groups"]}
@@ -92,15 +169,85 @@ def variants() -> list[Variant]:
     return found
 
 
+def _pairs() -> list[Variant]:
+    """Quantizers along both axes, and from codes: of nvfp4 and of nvfp4_fast."""
+    from fused_ops.quantize.triton_launch import FP8_TILE, PAIR_TILE, REQUANTIZE_TILE
+
+    def side(prefix: str, **changes: Any) -> dict[str, Any]:
+        base = {"POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0}
+        return {prefix + k: v for k, v in (base | {"FORM": 0, "SHIFT": 0} | changes).items()}
+
+    four = {"CHOICE": 1, "NUMERATOR": 1536.0}
+    grad = {"STOCHASTIC": True, "FORM": 2}
+    fast = {"POW2": True, "STOCHASTIC": True, "FORM": 1, "SHIFT": 2}
+    pairs = {
+        "nvfp4 x": side("R_", FORM=2) | side("C_"),
+        "nvfp4 dy": side("R_", **grad) | side("C_", **grad),
+        "nvfp4_fast x": side("R_", FORM=1, SHIFT=2, **four) | side("C_", POW2=True, CHOICE=1),
+        "nvfp4_fast dy": side("R_", **fast) | side("C_", **fast),
+    }
+    tile = {"BLOCKS": PAIR_TILE["blocks"], "WORDS": PAIR_TILE["words"], "ROWS": PAIR_TILE["rows"]}
+    pointers = {
+        f"{side}_{name}_ptr": kind
+        for side in "rc"
+        for name, kind in (
+            ("amax", "*fp32"), ("codes", "*i64"), ("scales", "*u8"), ("used", "*fp32"),
+            ("count", "*i32"),
+        )
+    }  # fmt: skip
+    found = [
+        Variant(
+            "quantize_pair", label, constants | tile | {"C_HADAMARD": True}, PAIR_TILE["warps"],
+            pointers,
+        )
+        for label, constants in pairs.items()
+    ]  # fmt: skip
+    found.append(
+        Variant(
+            "cast_fp8", "both",
+            {
+                "E5M2": False, "LARGEST": 448.0, "POW2": False, "ROW": True, "COLUMN": True,
+                "COUNT": False, "ROWS": FP8_TILE["rows"], "COLS": FP8_TILE["cols"],
+            },
+            FP8_TILE["warps"],
+            {
+                "x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "scale_ptr": "*fp32",
+            },
+        )
+    )  # fmt: skip
+    requantized = {
+        "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
+        "FORM": 0, "SHIFT": 0, "EVEN": True,
+        "BLOCKS": REQUANTIZE_TILE["blocks"], "WORDS": REQUANTIZE_TILE["words"],
+    }  # fmt: skip
+    types = {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
+    found.append(
+        Variant("requantize_columns", "nvfp4_fast w", requantized, REQUANTIZE_TILE["warps"], types)
+    )
+    return found
+
+
+def find_kernel(variant: Variant) -> Any:
+    """The kernel in its op's files of kernels.
+
+    Raises:
+        AttributeError: there is none of that name.
+    """
+    package = importlib.import_module(f"fused_ops.{variant.op}")
+    for path in sorted(Path(package.__path__[0]).glob("*_kernels.py")):
+        module = importlib.import_module(f"{package.__name__}.{path.stem}")
+        if hasattr(module, variant.kernel):
+            return getattr(module, variant.kernel)
+    raise AttributeError(f"fused_ops/{variant.op} has no kernel {variant.kernel}")
+
+
 def compile_variant(variant: Variant, target: str) -> str:
     """Compile one; the line of the table that tells what came out."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fused_ops.quantize import triton_kernels
-
-    kernel = getattr(triton_kernels, variant.kernel)
+    kernel = find_kernel(variant)
     names = kernel.arg_names
     types = _TYPES | variant.types
     signature = {n: "constexpr" if n in variant.constants else types.get(n, "i32") for n in names}
@@ -160,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
                 line = compile_variant(variant, options.target)
             except Exception as error:
                 failed, line = 1, f"FAILED: {type(error).__name__}: {str(error)[:300]}"
-        print(f"{variant.kernel:17} {variant.label:28} {line}", flush=True)
+        print(f"{variant.kernel:22} {variant.label:28} {line}", flush=True)
     return failed
 
 

@@ -21,12 +21,11 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         x, scale = ctx.saved_tensors  # type: ignore[attr-defined]
         gate, up = x.float().chunk(2, -1)
-        dy, sigmoid = dy.float(), gate.sigmoid()
-        silu, d_scale = gate * sigmoid, None
+        dy, silu, d_scale = dy.float(), F.silu(gate), None
         if scale is not None:
-            d_scale = (dy * silu * up).sum(-1, keepdim=True).to(scale.dtype)
+            d_scale = (dy * (silu * up)).sum(-1, keepdim=True).to(scale.dtype)
             dy = dy * scale.float()
-        d_gate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
+        d_gate = torch.ops.aten.silu_backward(dy * up, gate)
         return torch.cat([d_gate, dy * silu], -1).to(x.dtype), d_scale
 
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 if TYPE_CHECKING:
     from fused_ops.cross_entropy.api import VocabShard
@@ -21,7 +20,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits: Tensor, labels: Tensor, shard: VocabShard | None
+        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard | None, overwrite: bool
     ) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
         column, held = _columns(labels.reshape(-1), flat.shape[-1], shard)
@@ -38,19 +37,20 @@ class CrossEntropy(torch.autograd.Function):
             shard.reduce_sum(total)
             shard.reduce_sum(target)
         log_total = total.log()
+        ctx.overwrite = overwrite
         ctx.save_for_backward(logits, column, held, peak + log_total)
         return (log_total - target).view(labels.shape)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
-        logits, column, held, log_norm = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, column, held, log_norm = ctx.saved_tensors
         flat, dy = logits.reshape(-1, logits.shape[-1]), dy.reshape(-1).float()
-        d_logits = torch.empty_like(flat)
+        d_logits = flat if ctx.overwrite else torch.empty_like(flat)
         for rows in _blocks(flat):
             block = (flat[rows].float() - log_norm[rows, None]).exp_()
             block.scatter_add_(-1, column[rows, None], -held[rows, None].float())
             d_logits[rows] = block.mul_(dy[rows, None]).to(d_logits.dtype)
-        return d_logits.view(logits.shape), None, None
+        return d_logits.view(logits.shape), None, None, None
 
 
 def _columns(labels: Tensor, width: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:

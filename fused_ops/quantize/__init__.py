@@ -3,18 +3,30 @@
 
 from fused_ops.quantize.api import (
     QUANTIZE,
+    amax_pair,
     nonfinite_flag,
     operand_amax,
+    pair_reason,
+    plain_amax,
     quantize,
+    quantize_decoded,
+    quantize_pair,
     quantize_stale,
+    requantize_columns,
 )
 from fused_ops.quantize.delayed import DelayedScaling
 
 __all__ = [
     "QUANTIZE",
     "DelayedScaling",
+    "amax_pair",
     "nonfinite_flag",
     "operand_amax",
+    "pair_reason",
+    "plain_amax",
     "quantize",
+    "quantize_decoded",
+    "quantize_pair",
     "quantize_stale",
+    "requantize_columns",
 ]

@@ -2,22 +2,34 @@
 """quantize() and the amax it may be given: signatures, checks, choice of implementation."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.errors import ConfigError
-from fused_ops.formats import OperandSpec, QuantizedTensor
-from fused_ops.quantize import reference, triton_backend
+from fused_ops.formats import DECODED_FORMS, DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.quantize import reference, triton_amax, triton_backend, triton_fp8
+from fused_ops.quantize.hadamard import amax_bound
 from fused_ops.quantize.philox import Key
 
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
+QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
 QUANTIZE.register(Implementation("reference", reference.quantize, always))
 AMAX = Op("operand_amax")
-AMAX.register(Implementation("triton", triton_backend.operand_amax, triton_backend.amax_supports))
+AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
 AMAX.register(Implementation("reference", reference.operand_amax, always))
+REQUANTIZE = Op("requantize_columns")
+REQUANTIZE.register(
+    Implementation(
+        "triton",
+        triton_backend.requantize_columns,
+        lambda source, spec, amax, form="codes": triton_backend.requantize_supports(source, spec),
+    )
+)
+REQUANTIZE.register(Implementation("reference", reference.requantize_columns, always))
 
 
 def operand_amax(
@@ -30,8 +42,10 @@ def operand_amax(
 ) -> Tensor:
     """Amax that quantize() would take by itself, so that a caller can reduce it over ranks first.
 
-    Taken after the rotation and its rounding to bf16 where the spec has one. Zero padding never
-    changes it; rows that are padding by meaning, such as those of experts, are the caller's to cut.
+    Taken after the rotation and its rounding to bf16 where the spec has one. For rotated pow2
+    operands, whose values do not depend on it, it is a bound that needs no rotation: the amax of x
+    times `hadamard.amax_bound`. Zero padding never changes it; rows that are padding by meaning,
+    such as those of experts, are the caller's to cut.
 
     Args:
         x: [rows, cols] fp32, bf16 or fp16.
@@ -80,6 +94,32 @@ def quantize(
     Raises:
         ConfigError (a ValueError): wrong shape or dtype, missing key or amax, no implementation.
     """
+    arguments = {"columns": columns, "signs": signs, "key": key, "origin": origin}
+    amax = _checked_amax(x, spec, columns, amax, key)
+    return QUANTIZE(x, spec, amax=amax, implementation=implementation, **arguments)
+
+
+def quantize_decoded(
+    x: Tensor, spec: OperandSpec, form: str, *, implementation: Choice = None, **arguments: Any
+) -> DecodedTensor:
+    """quantize(x, spec, ...).decoded(form), without writing the codes.
+
+    For an NVFP4 operand that is multiplied and not kept. Arguments and errors are quantize's.
+    """
+    if form not in DECODED_FORMS or spec.format != "nvfp4":
+        raise ConfigError(
+            f"decoded forms are {', '.join(DECODED_FORMS)} of nvfp4; got {form!r} for "
+            f"{spec.label!r}: use quantize()"
+        )
+    amax, columns = arguments.pop("amax", None), arguments.get("columns", False)
+    amax = _checked_amax(x, spec, columns, amax, arguments.get("key"))
+    return QUANTIZE(x, spec, amax=amax, form=form, implementation=implementation, **arguments)
+
+
+def _checked_amax(
+    x: Tensor, spec: OperandSpec, columns: bool, amax: Tensor | None, key: Key | None
+) -> Tensor | None:
+    """The amax as implementations take it, once what is given has been found to fit."""
     _check(x, spec)
     if spec.is_high_precision:
         raise ConfigError(
@@ -89,21 +129,85 @@ def quantize(
         raise ConfigError(f"rounding {spec.rounding} needs random numbers: pass key=(k0, k1)")
     if spec.format == "fp8_delayed" and amax is None:
         raise ConfigError("fp8_delayed scales by earlier steps: pass amax=DelayedScaling(...).amax")
-    if amax is not None:
-        rows = x.shape[1] if columns else x.shape[0]
-        amax = amax.to(device=x.device, dtype=torch.float32).reshape(
-            (rows,) if spec.row_scaled else ()
-        )
-    return QUANTIZE(
-        x,
-        spec,
-        columns=columns,
-        amax=amax,
-        signs=signs,
-        key=key,
-        origin=origin,
-        implementation=implementation,
-    )
+    if amax is None:
+        return None
+    rows = x.shape[1] if columns else x.shape[0]
+    return amax.to(device=x.device, dtype=torch.float32).reshape((rows,) if spec.row_scaled else ())
+
+
+def quantize_pair(
+    x: Tensor,
+    row: OperandSpec,
+    column: OperandSpec,
+    *,
+    amaxes: tuple[Tensor, Tensor],
+    signs: Tensor | None = None,
+    keys: tuple[Key | None, Key | None] = (None, None),
+    origin: tuple[int, int] = (0, 0),
+    forms: tuple[str, str] = ("codes", "codes"),
+) -> tuple[Any, Any]:
+    """quantize(x, row) and quantize(x, column, columns=True), x read from memory once.
+
+    Args:
+        x: [rows, cols]; `pair_reason` says whether there is a kernel for it.
+        amaxes: of both operands, fp32 scalars.
+        signs: of the column operand's rotation.
+        keys, forms: of both operands.
+        origin: global (row, column) of x[0, 0], multiples of 16.
+    """
+    run: Any = reference.quantize_pair
+    for back_end in (triton_backend, triton_fp8):
+        if back_end.pair_supports(x, row, column) is None:
+            run = back_end.quantize_pair
+            break
+    return run(x, row, column, amaxes=amaxes, signs=signs, keys=keys, origin=origin, forms=forms)
+
+
+def pair_reason(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
+    """Why quantize_pair has no kernel that reads x once, or None."""
+    if triton_fp8.pair_supports(x, row, column) is None:
+        return None
+    return triton_backend.pair_supports(x, row, column)
+
+
+def plain_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
+    """fp32 amax of a matrix as it is; flag (bool scalar), if given, is raised by Inf and NaN."""
+    if triton_amax.amax_supports(x, OperandSpec()) is None:
+        return triton_amax.matrix_amax(x, flag)
+    amax: Tensor = AMAX(x, OperandSpec())
+    if flag is not None:
+        flag.logical_or_(~torch.isfinite(amax))
+    return amax
+
+
+def amax_pair(
+    x: Tensor, column: OperandSpec, signs: Tensor | None = None, flag: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """plain_amax(x, flag), and operand_amax(x, column, columns=True); one read if a kernel can."""
+    if column.hadamard and not column.is_pow2 and triton_amax.amax_supports(x, column) is None:
+        return triton_amax.amax_pair(x, column, signs, flag)
+    plain = plain_amax(x, flag)
+    if column.is_pow2 and column.hadamard:
+        return plain, plain * amax_bound(column.hadamard)
+    return plain, AMAX(x, column, columns=True, signs=signs) if column.hadamard else plain
+
+
+def requantize_columns(
+    source: QuantizedTensor,
+    spec: OperandSpec,
+    amax: Tensor,
+    *,
+    form: str = "codes",
+    implementation: Choice = None,
+) -> Any:
+    """quantize(source.dequantize(), spec, columns=True, amax=amax): dgrad's weight from fprop's.
+
+    Args:
+        source: codes [rows, cols].
+        amax: fp32 scalar, of the decoded values.
+        form: as in `quantize`.
+    """
+    return REQUANTIZE(source, spec, amax, form=form, implementation=implementation)
 
 
 def quantize_stale(

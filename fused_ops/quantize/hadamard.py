@@ -46,6 +46,14 @@ def rotation(size: int, signs: Tensor | None, device: torch.device | str) -> Ten
     return column * hadamard_matrix(size, device)
 
 
+def amax_bound(size: int) -> float:
+    """The smallest power of two that no rotation of `size` multiplies an amax by more than.
+
+    Each rotated value is a sum of `size` values of magnitude at most A / sqrt(size).
+    """
+    return 2.0 ** ((size.bit_length()) // 2)
+
+
 def rotate(x: Tensor, size: int, signs: Tensor | None = None) -> Tensor:
     """Rotate groups of `size` along the last axis: [rows, cols] -> bf16 [rows, cols]."""
     groups = x.reshape(-1, size).to(torch.float32)

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from fused_ops.codecs import pack_nibbles
-from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize.blocks import orient
+from fused_ops.quantize.hadamard import amax_bound
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.reference_fp8 import quantize_blockwise, quantize_tensorwise
 from fused_ops.quantize.reference_mx import quantize_mx
@@ -26,7 +27,9 @@ def matrix_amax(x: Tensor, row_scaled: bool = False) -> Tensor:
 def operand_amax(
     x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
 ) -> Tensor:
-    """fp32 amax of the operand as it is quantized: rotated and rounded to bf16 if so specified."""
+    """See fused_ops.quantize.api.operand_amax."""
+    if spec.is_pow2 and spec.hadamard:
+        return matrix_amax(x) * amax_bound(spec.hadamard)
     if spec.hadamard or spec.row_scaled:
         return matrix_amax(orient(x, spec, columns, signs), spec.row_scaled)
     return matrix_amax(x)
@@ -41,7 +44,8 @@ def quantize(
     signs: Tensor | None = None,
     key: Key | None = None,
     origin: tuple[int, int] = (0, 0),
-) -> QuantizedTensor:
+    form: str = "codes",
+) -> QuantizedTensor | DecodedTensor:
     """See fused_ops.quantize.api.quantize, which checks the arguments."""
     dither = None if key is None else Dither(key, origin)
     matrix = orient(x, spec, columns, signs)
@@ -69,4 +73,33 @@ def quantize(
         used = amax
     if spec.is_fp4:
         codes = pack_nibbles(codes)
-    return QuantizedTensor(codes, scales, used, (rows, cols), spec, out_of_range)
+    result = QuantizedTensor(codes, scales, used, (rows, cols), spec, out_of_range)
+    return result if form == "codes" else result.decoded(form)
+
+
+def quantize_pair(
+    x: Tensor,
+    row: OperandSpec,
+    column: OperandSpec,
+    *,
+    amaxes: tuple[Tensor, Tensor],
+    signs: Tensor | None = None,
+    keys: tuple[Key | None, Key | None] = (None, None),
+    origin: tuple[int, int] = (0, 0),
+    forms: tuple[str, str] = ("codes", "codes"),
+) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
+    """See fused_ops.quantize.api.quantize_pair."""
+    return (
+        quantize(x, row, amax=amaxes[0], key=keys[0], origin=origin, form=forms[0]),
+        quantize(
+            x, column, columns=True, amax=amaxes[1], signs=signs, key=keys[1],
+            origin=(origin[1], origin[0]), form=forms[1],
+        ),
+    )  # fmt: skip
+
+
+def requantize_columns(
+    source: QuantizedTensor, spec: OperandSpec, amax: Tensor, *, form: str = "codes"
+) -> QuantizedTensor | DecodedTensor:
+    """See fused_ops.quantize.api.requantize_columns."""
+    return quantize(source.dequantize(), spec, columns=True, amax=amax, form=form)

@@ -5,64 +5,29 @@ Triton is imported at the first call. Nothing here waits for the device, so that
 recorded in CUDA graphs.
 """
 
-import functools
-import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import pad_to, roundup
-from fused_ops.formats import OperandSpec, QuantizedTensor
-from fused_ops.quantize.hadamard import FIXED_SIGNS
+from fused_ops.codecs import roundup
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.quantize import triton_amax
 from fused_ops.quantize.philox import Key
-
-ROW_TILE = {"rows": 4, "groups": 64, "warps": 4}
-"""Blocks of a program: rows x groups of 16 columns. Measured on an H200; so are the others."""
-ROW_TILE_2D = {"rows": 16, "groups": 16, "warps": 4}
-COLUMN_TILE = {"blocks": 4, "words": 32, "warps": 4}
-AMAX_TILE = {"size": 2048, "iters": 8, "warps": 8}
-
-INPUTS: tuple[torch.dtype, ...] = (torch.bfloat16,)
-"""Types of inputs that are taken. The kernels read fp32 too, which has a test, not yet a run."""
-
-_SIGNS: dict[torch.device, Tensor] = {}
-
-
-@functools.cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def device_reason(x: Tensor) -> str | None:
-    """Why Triton kernels cannot take a tensor, or None."""
-    if not x.is_cuda:
-        return f"its kernels run on CUDA devices, the tensor is on {x.device.type}"
-    if _capability(x.device) < (9, 0):
-        return f"compute capability 9.0 is needed, the device has {_capability(x.device)}"
-    return _missing()
-
-
-def amax_supports(
-    x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
-) -> str | None:
-    """None, or why not."""
-    if x.dtype not in INPUTS:
-        return f"inputs are {', '.join(map(str, INPUTS))}, got {x.dtype}"
-    if x.numel() == 0:
-        return "the tensor is empty"
-    if spec.hadamard not in (0, 16):
-        return f"rotations of 16 only, got {spec.hadamard}"
-    if spec.row_scaled:
-        return "one amax a row is left to the reference"
-    return device_reason(x)
+from fused_ops.quantize.triton_amax import amax_supports
+from fused_ops.quantize.triton_launch import (
+    COLUMN_TILE,
+    PAIR_TILE,
+    REQUANTIZE_TILE,
+    ROW_TILE,
+    ROW_TILE_2D,
+    key_words,
+    sign_factors,
+    signed,
+    words,
+)
+from fused_ops.triton_support import device_reason
 
 
 def supports(
@@ -74,6 +39,7 @@ def supports(
     signs: Tensor | None = None,
     key: Key | None = None,
     origin: tuple[int, int] = (0, 0),
+    form: str = "codes",
 ) -> str | None:
     """None, or why not."""
     if spec.format != "nvfp4":
@@ -87,99 +53,69 @@ def supports(
     return amax_supports(x, spec, columns=columns, signs=signs)
 
 
-def _words(x: Tensor, columns: bool) -> Tensor:
-    """x as contiguous int32 words [rows, words], padded to whole blocks (columns: whole words)."""
-    x = x.detach()
-    x = pad_to(x, x.shape[0], roundup(x.shape[1], 2 if columns else 16)).contiguous()
-    if x.data_ptr() % 16:
-        x = x.clone()
-    return x.view(torch.int32)
+FORMS = ("codes", "fp8", "bf16")
+"""What a quantizer writes, by the number that the kernels know it by."""
 
 
-def _sign_factors(signs: Tensor | None, device: torch.device) -> Tensor:
-    """fp32 [16] of +-1/4."""
-    if signs is not None:
-        if signs.shape != (16,):
-            raise ValueError(
-                f"a Hadamard rotation of 16 needs 16 signs; got shape {tuple(signs.shape)}"
-            )
-        return signs.to(device=device, dtype=torch.float32) * 0.25
-    if device not in _SIGNS:
-        _SIGNS[device] = torch.tensor(FIXED_SIGNS, dtype=torch.float32, device=device) * 0.25
-    return _SIGNS[device]
+@dataclass
+class Output:
+    """Where a quantizer writes one operand."""
 
+    spec: OperandSpec
+    form: str
+    shape: tuple[int, int]
+    amax: Tensor
+    main: Tensor
+    """Codes, or values, with room for one row more than there may be."""
+    scales: Tensor
+    used: Tensor
+    counts: Tensor | None
 
-def _signed(word: int) -> int:
-    """An unsigned 32-bit word as the signed number with its bits."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
-
-
-def matrix_amax(x: Tensor) -> Tensor:
-    """fp32 amax of a matrix, NaN if it has one; one read."""
-    from fused_ops.quantize import triton_kernels as kernels
-
-    x = x.detach()
-    if not x.is_contiguous() and x.t().is_contiguous():
-        x = x.t()
-    flat = x.reshape(-1)
-    if flat.numel() % 2 or flat.data_ptr() % 16:
-        flat = torch.nn.functional.pad(flat, (0, flat.numel() % 2)).clone()
-    words = flat.view(torch.int32)
-    out = torch.zeros((), dtype=torch.int32, device=x.device)
-    size, iters = AMAX_TILE["size"], AMAX_TILE["iters"]
-    grid = (-(-words.numel() // (size * iters)),)
-    with torch.cuda.device(x.device):
-        kernels.amax_flat[grid](
-            words, out, words.numel(), x.dtype == torch.bfloat16, size, iters,
-            num_warps=AMAX_TILE["warps"],
-        )  # fmt: skip
-    return out.view(torch.float32)
-
-
-def _block_amax(
-    x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None, finite: bool
-) -> Tensor:
-    """Amax over blocks: after the rotation, or (finite) without blocks that hold Inf or NaN."""
-    from fused_ops.quantize import triton_kernels as kernels
-
-    words = _words(x, columns)
-    bf16 = x.dtype == torch.bfloat16
-    per_word = 2 if bf16 else 1
-    rows, cols = words.shape[0], words.shape[1] * per_word
-    out = torch.zeros((), dtype=torch.int32, device=x.device)
-    factors = _sign_factors(signs, x.device)
-    rotated = spec.hadamard == 16
-    with torch.cuda.device(x.device):
-        if columns:
-            tile = COLUMN_TILE
-            grid = (
-                -(-rows // (16 * tile["blocks"])), -(-words.shape[1] // tile["words"]),
-            )  # fmt: skip
-            kernels.amax_columns[grid](
-                words, factors, out, rows, cols, -(-rows // 16), bf16, rotated, finite,
-                rows % 16 == 0,
-                tile["blocks"], tile["words"],
-                num_warps=tile["warps"], enable_fp_fusion=False,
-            )  # fmt: skip
+    @classmethod
+    def new(
+        cls, spec: OperandSpec, form: str, rows: int, cols: int, amax: Tensor, room: int
+    ) -> "Output":
+        """For a result [rows, cols]; `room` rows are allocated."""
+        device, blocks = amax.device, roundup(cols, 16) // 16
+        if form == "codes":
+            scale_rows = -(-rows // 16) if spec.block == (16, 16) else room
+            main = torch.empty((room, 8 * blocks), dtype=torch.uint8, device=device)
+            scales = torch.empty((scale_rows, blocks), dtype=torch.uint8, device=device)
         else:
-            tile = ROW_TILE
-            grid = (-(-rows // tile["rows"]), -(-cols // (16 * tile["groups"])))
-            kernels.amax_rows[grid](
-                words, factors, out, rows, cols // 16, cols, bf16, rotated, finite,
-                tile["rows"], tile["groups"],
-                num_warps=tile["warps"], enable_fp_fusion=False,
-            )  # fmt: skip
-    return out.view(torch.float32)
+            dtype = torch.float8_e4m3fn if form == "fp8" else torch.bfloat16
+            main = torch.empty((room, 16 * blocks), dtype=dtype, device=device)
+            scales = main.view(torch.uint8)  # not written
+        counts = torch.zeros(2, dtype=torch.int32, device=device) if spec.is_pow2 else None
+        used = torch.empty((), dtype=torch.float32, device=device) if spec.is_pow2 else amax
+        shape = (rows, 16 * blocks if spec.hadamard else cols)
+        return cls(spec, form, shape, amax, main, scales, used, counts)
 
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel takes: main, scales, used, counts."""
+        counts = self.amax if self.counts is None else self.counts
+        return self.main.view(torch.int64), self.scales, self.used, counts
 
-def operand_amax(
-    x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
-) -> Tensor:
-    """See fused_ops.quantize.api.operand_amax."""
-    if spec.hadamard:
-        return _block_amax(x, spec, columns, signs, finite=False)
-    return matrix_amax(x)
+    def constants(self) -> dict[str, Any]:
+        """The compile-time arguments that describe it."""
+        spec = self.spec
+        return {
+            "POW2": spec.is_pow2,
+            "STOCHASTIC": spec.rounding == "stochastic",
+            "CHOICE": {None: 0, "4over6_mae": 2}.get(spec.choice, 1),
+            "NUMERATOR": spec.numerator,
+            "FORM": FORMS.index(self.form),
+            "SHIFT": spec.fp8_shift if self.form == "fp8" else 0,
+        }
+
+    def result(self) -> QuantizedTensor | DecodedTensor:
+        """The operand, once a kernel has been launched."""
+        rows = self.shape[0]
+        if self.form != "codes":
+            return DecodedTensor(self.main[:rows], self.used, self.shape, self.spec, self.counts)
+        scales = self.scales if self.spec.block == (16, 16) else self.scales[:rows]
+        return QuantizedTensor(
+            self.main[:rows], scales, self.used, self.shape, self.spec, self.counts
+        )
 
 
 def quantize(
@@ -191,58 +127,43 @@ def quantize(
     signs: Tensor | None = None,
     key: Key | None = None,
     origin: tuple[int, int] = (0, 0),
-) -> QuantizedTensor:
+    form: str = "codes",
+) -> QuantizedTensor | DecodedTensor:
     """See fused_ops.quantize.api.quantize, which checks the arguments."""
     if amax is None and spec.is_pow2:
-        amax = _block_amax(x, spec, columns, signs, finite=True)
+        amax = triton_amax.block_amax(x, spec, columns, signs, finite=True)
     elif amax is None:
-        amax = operand_amax(x, spec, columns=columns, signs=signs)
+        amax = triton_amax.operand_amax(x, spec, columns=columns, signs=signs)
     rows, cols = (x.shape[1], x.shape[0]) if columns else (x.shape[0], x.shape[1])
-    blocks = roundup(cols, 16) // 16
-    tile = spec.block == (16, 16)
     # Columns come in words of two: room for one more than there may be.
-    room = roundup(rows, 2) if columns else rows
-    codes = torch.empty((room, 8 * blocks), dtype=torch.uint8, device=x.device)
-    scale_rows = -(-rows // 16) if tile else room
-    scales = torch.empty((scale_rows, blocks), dtype=torch.uint8, device=x.device)
-    counts = torch.zeros(2, dtype=torch.int32, device=x.device) if spec.is_pow2 else None
-    used = torch.empty((), dtype=torch.float32, device=x.device) if spec.is_pow2 else amax
-    _launch(x, spec, columns, amax, signs, key, origin, (codes, scales, used, counts))
-    shape = (rows, 16 * blocks if spec.hadamard else cols)
-    scales = scales if tile else scales[:rows]
-    return QuantizedTensor(codes[:rows], scales, used, shape, spec, counts)
+    output = Output.new(spec, form, rows, cols, amax, roundup(rows, 2) if columns else rows)
+    _launch(x, columns, signs, key, origin, output)
+    return output.result()
 
 
 def _launch(
     x: Tensor,
-    spec: OperandSpec,
     columns: bool,
-    amax: Tensor,
     signs: Tensor | None,
     key: Key | None,
     origin: tuple[int, int],
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    output: Output,
 ) -> None:
     from fused_ops.quantize import triton_kernels as kernels
 
-    words = _words(x, columns)
-    codes, scales, used, counts = outputs
+    source, spec, amax = words(x, columns), output.spec, output.amax
     bf16 = x.dtype == torch.bfloat16
     per_word = 2 if bf16 else 1
-    rows, cols = words.shape[0], words.shape[1] * per_word
+    rows, cols = source.shape[0], source.shape[1] * per_word
     on_device = isinstance(key, Tensor)
-    k0, k1 = (0, 0) if key is None or on_device else (_signed(int(key[0])), _signed(int(key[1])))
+    k0, k1 = (0, 0) if on_device else key_words(key)
     pointers = (
-        words, amax, _sign_factors(signs, x.device), key if on_device else amax,
-        codes.view(torch.int64), scales, used, amax if counts is None else counts,
+        source, amax, sign_factors(signs, x.device), key if on_device else amax,
+        *output.pointers(),
     )  # fmt: skip
-    place = (k0, k1, _signed(origin[0]), _signed(origin[1] // 16))
-    options: dict[str, Any] = {
+    place = (k0, k1, signed(origin[0]), signed(origin[1] // 16))
+    options: dict[str, Any] = output.constants() | {
         "BF16": bf16,
-        "POW2": spec.is_pow2,
-        "STOCHASTIC": spec.rounding == "stochastic",
-        "CHOICE": {None: 0, "4over6_mae": 2}.get(spec.choice, 1),
-        "NUMERATOR": spec.numerator,
         "HADAMARD": spec.hadamard == 16,
         "TILE": spec.block == (16, 16),
         "KEY_ON_DEVICE": on_device,
@@ -251,7 +172,7 @@ def _launch(
     with torch.cuda.device(x.device):
         if columns:
             t = COLUMN_TILE
-            grid = (-(-rows // (16 * t["blocks"])), -(-words.shape[1] // t["words"]))
+            grid = (-(-rows // (16 * t["blocks"])), -(-source.shape[1] // t["words"]))
             kernels.quantize_columns[grid](
                 *pointers, rows, cols, -(-rows // 16), *place, EVEN=rows % 16 == 0,
                 BLOCKS=t["blocks"], WORDS=t["words"], num_warps=t["warps"], **options,
@@ -263,6 +184,93 @@ def _launch(
                 *pointers, rows, cols // 16, cols, *place,
                 ROWS=t["rows"], GROUPS=t["groups"], num_warps=t["warps"], **options,
             )  # fmt: skip
+
+
+def pair_supports(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
+    """Why quantize_pair cannot take x, or None."""
+    for spec in (row, column):
+        reason = supports(x, spec)
+        if reason is not None:
+            return reason
+        if spec.block != (1, 16):
+            return f"blocks of 1x16, got {spec.label!r}"
+    if row.hadamard:
+        return "the row operand is not rotated"
+    if x.dtype != torch.bfloat16 or x.shape[0] % 16 or x.shape[1] % 16:
+        return f"bf16 with sizes that are multiples of 16, got {x.dtype} {tuple(x.shape)}"
+    return None
+
+
+def quantize_pair(
+    x: Tensor,
+    row: OperandSpec,
+    column: OperandSpec,
+    *,
+    amaxes: tuple[Tensor, Tensor],
+    signs: Tensor | None = None,
+    keys: tuple[Key | None, Key | None] = (None, None),
+    origin: tuple[int, int] = (0, 0),
+    forms: tuple[str, str] = ("codes", "codes"),
+) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
+    """quantize(x, row) and quantize(x, column, columns=True), reading x from memory once.
+
+    Keys are numbers; origin is the global place of x[0, 0], multiples of 16.
+    """
+    from fused_ops.quantize import triton_kernels as kernels
+
+    source = words(x, True)
+    rows, cols = x.shape
+    first = Output.new(row, forms[0], rows, cols, amaxes[0], rows)
+    second = Output.new(column, forms[1], cols, rows, amaxes[1], cols)
+    options = {f"R_{name}": value for name, value in first.constants().items()}
+    options |= {f"C_{name}": value for name, value in second.constants().items()}
+    tile = PAIR_TILE
+    grid = (-(-rows // (16 * tile["blocks"])), -(-source.shape[1] // tile["words"]))
+    with torch.cuda.device(x.device):
+        kernels.quantize_pair[grid](
+            source, sign_factors(signs, x.device), first.amax, *first.pointers(),
+            second.amax, *second.pointers(), rows, cols, rows // 16,
+            *key_words(keys[0]), *key_words(keys[1]), signed(origin[0]), signed(origin[1]),
+            C_HADAMARD=column.hadamard == 16, BLOCKS=tile["blocks"], WORDS=tile["words"],
+            ROWS=tile["rows"], num_warps=tile["warps"], enable_fp_fusion=False, **options,
+        )  # fmt: skip
+    return first.result(), second.result()
+
+
+def requantize_supports(source: QuantizedTensor, spec: OperandSpec) -> str | None:
+    """Why requantize_columns cannot take these, or None."""
+    if source.spec.format != "nvfp4" or source.spec.row_scaled or source.spec.hadamard:
+        return f"a source of nvfp4 with one amax, not rotated; got {source.spec.label!r}"
+    if spec.hadamard or spec.is_random or spec.block != (1, 16):
+        return f"1x16 blocks, nearest, not rotated; got {spec.label!r}"
+    if source.shape[0] % 16 or source.shape[1] % 16:
+        return f"sizes that are multiples of 16, got {source.shape}"
+    if spec.format != "nvfp4" or spec.row_scaled:
+        return f"nvfp4 with one amax, got {spec.label!r}"
+    return device_reason(source.codes)
+
+
+def requantize_columns(
+    source: QuantizedTensor, spec: OperandSpec, amax: Tensor, *, form: str = "codes"
+) -> QuantizedTensor | DecodedTensor:
+    """quantize(source.dequantize(), spec, columns=True, amax=amax), reading codes alone."""
+    from fused_ops.quantize import triton_kernels as kernels
+
+    rows, cols = source.shape
+    output = Output.new(spec, form, cols, rows, amax, cols)
+    options = output.constants()
+    del options["STOCHASTIC"]
+    codes, tile = source.codes.contiguous().view(torch.int32), REQUANTIZE_TILE
+    grid = (-(-rows // (16 * tile["blocks"])), -(-codes.shape[1] // tile["words"]))
+    with torch.cuda.device(codes.device):
+        kernels.requantize_columns[grid](
+            codes, source.scales.contiguous(), source.amax, amax, *output.pointers(),
+            rows, codes.shape[1], rows // 16,
+            Q_NUMERATOR=source.spec.numerator, Q_TILE=source.spec.block == (16, 16), EVEN=True,
+            BLOCKS=tile["blocks"], WORDS=tile["words"], num_warps=tile["warps"],
+            enable_fp_fusion=False, **options,
+        )  # fmt: skip
+    return output.result()
 
 
 def decode(operand: QuantizedTensor, *, e4m3: bool = False, shift: int = 0) -> Tensor:

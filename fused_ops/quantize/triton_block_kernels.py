@@ -301,6 +301,85 @@ def encode_word(v, first: tl.constexpr, factor, random0, random1, STOCHASTIC: tl
 
 
 @triton.jit
+def nearest_signed(t):
+    """t rounded to the E2M1 grid, ties to even, at most 6 in magnitude; never -0."""
+    anchor = float_of((bits_of(tl.maximum(tl.abs(t), 1.0)) & 0x7F800000) + ((22 << 23) + (1 << 22)))
+    return tl.maximum(tl.minimum((t + anchor) - anchor, 6.0), -6.0)
+
+
+@triton.jit
+def stochastic_signed(t, u):
+    """As nearest_signed, with the dither u of `_stochastic_code`; may be -0."""
+    # The low bits of the code as those of a subnormal or small float: 2**126 makes E2M1 of it.
+    bits = (_stochastic_code(t, u) << 22) | (bits_of(t) & (-0x7FFFFFFF - 1))
+    return float_of(bits) * (2.0**126)
+
+
+@triton.jit
+def decoded_values(v, factor, scale, r0, r1, r2, r3, STOCHASTIC: tl.constexpr):
+    """The 16 values code * scale of blocks v whose codes are those of v * factor; no -0."""
+    out = ()
+    for i in tl.static_range(0, 16):
+        t = v[i] * factor
+        if STOCHASTIC:
+            word = (r0 if i < 4 else r1) if i < 8 else (r2 if i < 12 else r3)
+            r = stochastic_signed(t, _dither(word, i))
+        else:
+            r = nearest_signed(t)
+        out = out + (tl.fma(r, scale, 0.0),)
+    return out
+
+
+@triton.jit
+def pack_e4m3(v, first: tl.constexpr):
+    """Elements first .. first + 3 as E4M3 bytes of an int32, nearest even, saturating."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 a, b;
+        cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
+        mov.b32 $0, {a, b}; }""",
+        "=r,r,r,r,r",
+        [v[first], v[first + 1], v[first + 2], v[first + 3]],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def pack_bf16(v, first: tl.constexpr):
+    """Elements first and first + 1 as bf16 in an int32, nearest even."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,r,r",
+        [v[first], v[first + 1]],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def store_words(address, w0, w1, w2, w3, inside):
+    """16 bytes at each int64 address, where inside (int32) is not zero."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; setp.ne.s32 p, $6, 0;
+        @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }""",
+        "=r,l,r,r,r,r,r",
+        [address, w0, w1, w2, w3, inside],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def join_words(low, high):
+    """Two int32 as one int64, the first lower."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def tensor_encode(amax, numerator):
     """S_enc and 1 / S_enc of a tensor's amax."""
     s_enc = min_nan(tl.div_rn(numerator, amax), FLT_MAX)

@@ -6,7 +6,7 @@ one (fp32) or two (bf16) columns. Written for NVIDIA's Hopper and later; see tri
 what calls them.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005 (the compiler traces types; tuples are its own)
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005, SIM102 (the compiler traces types; tuples are its own)
 # mypy: ignore-errors
 
 import triton
@@ -18,14 +18,19 @@ from fused_ops.quantize.triton_block_kernels import (
     better_of_two,
     block_bits,
     block_factor,
+    decoded_values,
     e4m3_byte,
+    e4m3_value,
     encode_word,
     float_of,
     four_over_six,
     high_half,
+    join_words,
     load_words,
     low_half,
     min_nan,
+    pack_bf16,
+    pack_e4m3,
     packed_bits,
     packed_max,
     philox,
@@ -35,6 +40,7 @@ from fused_ops.quantize.triton_block_kernels import (
     power,
     rotate,
     shift_of,
+    store_words,
     tensor_encode,
     unpack,
 )
@@ -52,15 +58,13 @@ def _tile_max(bits, SIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _encode(
-    v, bits, amax, k0, k1, row, block,
-    POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr, NUMERATOR: tl.constexpr,
+def _scale(
+    v, bits, amax, POW2: tl.constexpr, CHOICE: tl.constexpr, NUMERATOR: tl.constexpr
 ):  # fmt: skip
-    """Codes (int64), scale byte (uint8) and out-of-range count (int32) of blocks.
+    """Scale byte (uint8), factor (fp32) and out-of-range count (int32) of blocks.
 
     v: 16 fp32 tensors; bits: int32, of their largest magnitude, or that of their tile; amax: of
-    the tensor, fp32 scalar; row, block: global coordinates, uint32, for the dither.
-    CHOICE: 0 none, 1 better_of_two or 4over6_mse, 2 4over6_mae.
+    the tensor, fp32 scalar. CHOICE: 0 none, 1 better_of_two or 4over6_mse, 2 4over6_mae.
     """
     outside = bits * 0
     if POW2:
@@ -78,14 +82,25 @@ def _encode(
             factor = block_factor(byte, s_dec)
         else:
             byte, factor = four_over_six(v, a, s_enc, s_dec, amax, CHOICE == 1)
+    return byte, factor, outside
+
+
+@triton.jit
+def _random(k0, k1, row, block, STOCHASTIC: tl.constexpr):
+    """The 16 bytes of dither of each block; row, block: global coordinates, uint32."""
     if STOCHASTIC:
         r0, r1, r2, r3 = philox(k0, k1, row, block)
     else:
         r0, r1, r2, r3 = 0, 0, 0, 0
+    return r0, r1, r2, r3
+
+
+@triton.jit
+def _codes(v, factor, r0, r1, r2, r3, STOCHASTIC: tl.constexpr):
+    """Codes of blocks in int64."""
     low = encode_word(v, 0, factor, r0, r1, STOCHASTIC)
     high = encode_word(v, 8, factor, r2, r3, STOCHASTIC)
-    codes = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    return codes, byte, outside
+    return join_words(low, high)
 
 
 @triton.jit
@@ -149,43 +164,110 @@ def _finish(amax, outside, used_ptr, count_ptr, POW2: tl.constexpr):
             tl.atomic_add(count_ptr + 1, total >> 16, sem="relaxed")
 
 
+@triton.jit
+def _rows(
+    x_ptr, amax, signs_ptr, key0, key1, codes_ptr, scales_ptr, row, group, rows, blocks, stride,
+    row0, block0,
+    BF16: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr,
+    NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    FORM: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Reads, quantizes and writes the blocks (row [R, 1], group [1, G]); how many are outside."""
+    inside = (row < rows) & (group < blocks)
+    words = _load_row_blocks(x_ptr, row, group, inside, stride, BF16)
+    v, bits = _block(words, signs_ptr, BF16, HADAMARD)
+    bits = tl.where(inside, bits, 0)
+    if TILE:
+        bits = _tile_max(bits, 16, row.shape[0], group.shape[1])
+    zero = bits * 0
+    byte, factor, outside = _scale(v, bits, amax, POW2, CHOICE, NUMERATOR)
+    r0, r1, r2, r3 = _random(
+        key0, key1, (zero + row + row0).to(tl.uint32), (zero + group + block0).to(tl.uint32),
+        STOCHASTIC,
+    )  # fmt: skip
+    offset = row.to(tl.int64) * blocks + group
+    if FORM == 0:
+        tl.store(codes_ptr + offset, _codes(v, factor, r0, r1, r2, r3, STOCHASTIC), mask=inside)
+        if TILE:
+            first = inside & (row % 16 == 0)
+            tl.store(scales_ptr + (row // 16).to(tl.int64) * blocks + group, byte, mask=first)
+        else:
+            tl.store(scales_ptr + offset, byte, mask=inside)
+    else:
+        scale = e4m3_value(byte) * (2.0**-SHIFT)
+        w = decoded_values(v, factor, scale, r0, r1, r2, r3, STOCHASTIC)
+        _store_block(codes_ptr.to(tl.int64), offset, w, inside.to(tl.int32), FORM)
+    if TILE:
+        outside = tl.where(row % 16 == 0, outside, 0)
+    return tl.where(inside, outside, 0)
+
+
 @triton.jit(do_not_specialize=["rows", "k0", "k1", "row0", "block0"])
 def quantize_rows(
     x_ptr, amax_ptr, signs_ptr, key_ptr, codes_ptr, scales_ptr, used_ptr, count_ptr,
     rows, blocks, stride, k0, k1, row0, block0,
     BF16: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr,
     NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    FORM: tl.constexpr, SHIFT: tl.constexpr,
     KEY_ON_DEVICE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """[rows, 16 blocks] -> codes int64 [rows, blocks], scales uint8 [rows (/ 16), blocks].
 
-    TILE: 16 rows share a scale. Grid: tiles of ROWS x GROUPS blocks.
+    TILE: 16 rows share a scale. FORM: 0 codes and scales; instead of them, code * scale * 2**-SHIFT
+    in E4M3 (1) or bf16 (2). Grid: tiles of ROWS x GROUPS blocks.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
-    inside = (row < rows) & (group < blocks)
-    words = _load_row_blocks(x_ptr, row, group, inside, stride, BF16)
-    v, bits = _block(words, signs_ptr, BF16, HADAMARD)
-    bits = tl.where(inside, bits, 0)
-    if TILE:
-        bits = _tile_max(bits, 16, ROWS, GROUPS)
     amax = tl.load(amax_ptr)
     key0, key1 = _key(k0, k1, key_ptr, KEY_ON_DEVICE)
-    zero = bits * 0
-    codes, byte, outside = _encode(
-        v, bits, amax, key0, key1,
-        (zero + row + row0).to(tl.uint32), (zero + group + block0).to(tl.uint32),
-        POW2, STOCHASTIC, CHOICE, NUMERATOR,
+    outside = _rows(
+        x_ptr, amax, signs_ptr, key0, key1, codes_ptr, scales_ptr, row, group,
+        rows, blocks, stride, row0, block0,
+        BF16, POW2, STOCHASTIC, CHOICE, NUMERATOR, HADAMARD, TILE, FORM, SHIFT,
     )  # fmt: skip
-    offset = row.to(tl.int64) * blocks + group
-    tl.store(codes_ptr + offset, codes, mask=inside)
-    if TILE:
-        first = inside & (row % 16 == 0)
-        tl.store(scales_ptr + (row // 16).to(tl.int64) * blocks + group, byte, mask=first)
-        outside = tl.where(first, outside, 0)
-    else:
-        tl.store(scales_ptr + offset, byte, mask=inside)
     _finish(amax, outside, used_ptr, count_ptr, POW2)
+
+
+@triton.jit
+def _store_block(base, offset, v, inside, FORM: tl.constexpr):
+    """The 16 values of the block number `offset`: E4M3 (FORM 1) or bf16 (2); a thread its own."""
+    if FORM == 1:
+        store_words(
+            base + offset * 16,
+            pack_e4m3(v, 0), pack_e4m3(v, 4), pack_e4m3(v, 8), pack_e4m3(v, 12), inside,
+        )  # fmt: skip
+    else:
+        for half in tl.static_range(0, 2):
+            store_words(
+                base + offset * 32 + half * 16,
+                pack_bf16(v, 8 * half), pack_bf16(v, 8 * half + 2),
+                pack_bf16(v, 8 * half + 4), pack_bf16(v, 8 * half + 6), inside,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_column_block(out_ptr, offset, v, inside, FORM: tl.constexpr):
+    """As _store_block, exchanged between threads first so that rows are written in one piece."""
+    if FORM == 1:
+        words = tl.join(
+            pin_int64(join_words(pack_e4m3(v, 0), pack_e4m3(v, 4))),
+            pin_int64(join_words(pack_e4m3(v, 8), pack_e4m3(v, 12))),
+        )
+        place = tl.expand_dims(offset * 2, 2) + tl.arange(0, 2)[None, None, :]
+        tl.store(out_ptr + place, words, mask=tl.expand_dims(inside, 2))
+    else:
+        even = tl.join(
+            pin_int64(join_words(pack_bf16(v, 0), pack_bf16(v, 2))),
+            pin_int64(join_words(pack_bf16(v, 8), pack_bf16(v, 10))),
+        )
+        odd = tl.join(
+            pin_int64(join_words(pack_bf16(v, 4), pack_bf16(v, 6))),
+            pin_int64(join_words(pack_bf16(v, 12), pack_bf16(v, 14))),
+        )
+        words = tl.join(even, odd)
+        words = tl.reshape(words, [words.shape[0], words.shape[1], 4])
+        place = tl.expand_dims(offset * 4, 2) + tl.arange(0, 4)[None, None, :]
+        tl.store(out_ptr + place, words, mask=tl.expand_dims(inside, 2))
 
 
 @triton.jit
@@ -223,50 +305,169 @@ def _column(words, half: tl.constexpr, signs_ptr, BF16: tl.constexpr, HADAMARD: 
     return v, bits
 
 
+@triton.jit
+def _columns(
+    x_ptr, amax, signs_ptr, key0, key1, codes_ptr, scales_ptr, block, word, rows, cols, blocks,
+    row0, block0,
+    BF16: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr,
+    NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    FORM: tl.constexpr, SHIFT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """As _rows, of the columns in words [1, W] of the blocks of rows [B, 1]."""
+    per_word: tl.constexpr = 2 if BF16 else 1
+    inside = (block < blocks) & (word * per_word < cols)
+    words = _load_column_words(x_ptr, block, word, inside, rows, cols // per_word, EVEN)
+    if TILE:
+        top = packed_bits(words) if BF16 else block_bits(_floats(words))
+        top = _tile_max(tl.trans(top), 16 // per_word, word.shape[1], block.shape[0])
+        top = tl.trans(top)
+    total = inside.to(tl.int32) * 0
+    for half in tl.static_range(0, per_word):
+        v, bits = _column(words, half, signs_ptr, BF16, HADAMARD)
+        bits = top if TILE else bits
+        byte, factor, outside = _scale(v, bits, amax, POW2, CHOICE, NUMERATOR)
+        total += _write_column(
+            v, byte, factor, outside, key0, key1, word * per_word + half, block, row0, block0,
+            blocks, inside, codes_ptr, scales_ptr, STOCHASTIC, TILE, FORM, SHIFT,
+        )  # fmt: skip
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "k0", "k1", "row0", "block0"])
 def quantize_columns(
     x_ptr, amax_ptr, signs_ptr, key_ptr, codes_ptr, scales_ptr, used_ptr, count_ptr,
     rows, cols, blocks, k0, k1, row0, block0,
     BF16: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, CHOICE: tl.constexpr,
-    NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr,
+    NUMERATOR: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    FORM: tl.constexpr, SHIFT: tl.constexpr, EVEN: tl.constexpr,
     KEY_ON_DEVICE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """x [rows, cols] -> its transpose: codes int64 [cols, blocks], scales likewise.
 
-    TILE: 16 columns share a scale. Grid: tiles of BLOCKS x 16 rows, WORDS x 4 bytes of
-    columns. cols is even for bf16.
+    TILE: 16 columns share a scale. FORM: see quantize_rows. Grid: tiles of BLOCKS x 16 rows,
+    WORDS x 4 bytes of columns. cols is even for bf16.
     """
-    per_word: tl.constexpr = 2 if BF16 else 1
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
-    inside = (block < blocks) & (word * per_word < cols)
-    words = _load_column_words(x_ptr, block, word, inside, rows, cols // per_word, EVEN)
     amax = tl.load(amax_ptr)
     key0, key1 = _key(k0, k1, key_ptr, KEY_ON_DEVICE)
-    if TILE:
-        top = packed_bits(words) if BF16 else block_bits(_floats(words))
-        top = tl.trans(_tile_max(tl.trans(top), 16 // per_word, WORDS, BLOCKS))
-    total = tl.zeros([BLOCKS, WORDS], tl.int32)
-    for half in tl.static_range(0, per_word):
-        v, bits = _column(words, half, signs_ptr, BF16, HADAMARD)
-        bits = top if TILE else bits
-        column = word * per_word + half
-        zero = bits * 0
-        codes, byte, outside = _encode(
-            v, bits, amax, key0, key1,
-            (zero + column + row0).to(tl.uint32), (zero + block + block0).to(tl.uint32),
-            POW2, STOCHASTIC, CHOICE, NUMERATOR,
+    total = _columns(
+        x_ptr, amax, signs_ptr, key0, key1, codes_ptr, scales_ptr, block, word,
+        rows, cols, blocks, row0, block0,
+        BF16, POW2, STOCHASTIC, CHOICE, NUMERATOR, HADAMARD, TILE, FORM, SHIFT, EVEN,
+    )  # fmt: skip
+    _finish(amax, total, used_ptr, count_ptr, POW2)
+
+
+@triton.jit(do_not_specialize=["rows", "k0", "k1", "k2", "k3", "row0", "col0"])
+def quantize_pair(
+    x_ptr, signs_ptr,
+    r_amax_ptr, r_codes_ptr, r_scales_ptr, r_used_ptr, r_count_ptr,
+    c_amax_ptr, c_codes_ptr, c_scales_ptr, c_used_ptr, c_count_ptr,
+    rows, cols, blocks, k0, k1, k2, k3, row0, col0,
+    R_POW2: tl.constexpr, R_STOCHASTIC: tl.constexpr, R_CHOICE: tl.constexpr,
+    R_NUMERATOR: tl.constexpr, R_FORM: tl.constexpr, R_SHIFT: tl.constexpr,
+    C_POW2: tl.constexpr, C_STOCHASTIC: tl.constexpr, C_CHOICE: tl.constexpr,
+    C_NUMERATOR: tl.constexpr, C_FORM: tl.constexpr, C_SHIFT: tl.constexpr,
+    C_HADAMARD: tl.constexpr,
+    BLOCKS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """x bf16 [rows, cols], both multiples of 16 -> as it is, and its transpose, in 1x16 blocks.
+
+    One program reads its tile of 16 BLOCKS rows and WORDS 32-bit words twice, the second time from
+    the cache: from memory x is read once. r_*: along rows (k0, k1 its key); c_*: the transpose
+    (k2, k3). row0, col0: global place of x, multiples of 16.
+    """
+    c_amax = tl.load(c_amax_ptr)
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    c_total = _columns(
+        x_ptr, c_amax, signs_ptr, k2.to(tl.uint32), k3.to(tl.uint32), c_codes_ptr, c_scales_ptr,
+        block, word, rows, cols, blocks, col0, row0 // 16,
+        True, C_POW2, C_STOCHASTIC, C_CHOICE, C_NUMERATOR, C_HADAMARD, False, C_FORM, C_SHIFT,
+        True,
+    )  # fmt: skip
+    _finish(c_amax, c_total, c_used_ptr, c_count_ptr, C_POW2)
+    r_amax = tl.load(r_amax_ptr)
+    group = (tl.program_id(1) * (WORDS // 8) + tl.arange(0, WORDS // 8))[None, :]
+    r_total = tl.zeros([ROWS, WORDS // 8], tl.int32)
+    for step in range(0, 16 * BLOCKS // ROWS):
+        row = (tl.program_id(0) * (16 * BLOCKS) + step * ROWS + tl.arange(0, ROWS))[:, None]
+        r_total += _rows(
+            x_ptr, r_amax, signs_ptr, k0.to(tl.uint32), k1.to(tl.uint32), r_codes_ptr,
+            r_scales_ptr, row, group, rows, cols // 16, cols, row0, col0 // 16,
+            True, R_POW2, R_STOCHASTIC, R_CHOICE, R_NUMERATOR, False, False, R_FORM, R_SHIFT,
         )  # fmt: skip
-        offset = column.to(tl.int64) * blocks + block
+    _finish(r_amax, r_total, r_used_ptr, r_count_ptr, R_POW2)
+
+
+@triton.jit
+def _write_column(
+    v, byte, factor, outside, key0, key1, column, block, row0, block0, blocks, inside,
+    codes_ptr, scales_ptr,
+    STOCHASTIC: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales, or values, of blocks of the columns `column`; what of them is outside."""
+    zero = outside * 0
+    r0, r1, r2, r3 = _random(
+        key0, key1, (zero + column + row0).to(tl.uint32), (zero + block + block0).to(tl.uint32),
+        STOCHASTIC,
+    )  # fmt: skip
+    offset = column.to(tl.int64) * blocks + block
+    first = inside & (column % 16 == 0) if TILE else inside
+    if FORM == 0:
+        codes = _codes(v, factor, r0, r1, r2, r3, STOCHASTIC)
         tl.store(codes_ptr + offset, pin_int64(codes), mask=inside)
         byte = pin_int32(byte.to(tl.int32)).to(tl.uint8)
         if TILE:
-            first = inside & (column % 16 == 0)
             tl.store(scales_ptr + (column // 16).to(tl.int64) * blocks + block, byte, mask=first)
-            total += tl.where(first, outside, 0)
         else:
             tl.store(scales_ptr + offset, byte, mask=inside)
-            total += tl.where(inside, outside, 0)
+    else:
+        scale = e4m3_value(byte) * (2.0**-SHIFT)
+        w = decoded_values(v, factor, scale, r0, r1, r2, r3, STOCHASTIC)
+        _store_column_block(codes_ptr, offset, w, inside, FORM)
+    return tl.where(first, outside, 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def requantize_columns(
+    q_ptr, q_scales_ptr, q_amax_ptr, amax_ptr, codes_ptr, scales_ptr, used_ptr, count_ptr,
+    rows, words, blocks,
+    POW2: tl.constexpr, CHOICE: tl.constexpr, NUMERATOR: tl.constexpr, Q_NUMERATOR: tl.constexpr,
+    Q_TILE: tl.constexpr, FORM: tl.constexpr, SHIFT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """NVFP4 [rows, 8 words] -> the transpose of its decoded values, quantized again.
+
+    q_ptr: int32 words of eight codes along a row; q_scales_ptr: a byte for two words (and, Q_TILE,
+    16 rows). Values are code * scale, exact, times q_amax / Q_NUMERATOR, as dequantized in fp32.
+    """
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    inside = (block < blocks) & (word < words)
+    packed = _load_column_words(q_ptr, block, word, inside, rows, words, EVEN)
+    first = block.to(tl.int64) * 16
+    unit = tl.div_rn(tl.load(q_amax_ptr), Q_NUMERATOR)
+    scales = ()
+    for i in tl.static_range(0, 16):
+        mask = inside if EVEN else inside & (first + i < rows)
+        row = block.to(tl.int64) if Q_TILE else first + i
+        byte = tl.load(q_scales_ptr + row * (words // 2) + word // 2, mask=mask, other=0)
+        scales = scales + (e4m3_value(byte),)
+    amax = tl.load(amax_ptr)
+    total = tl.zeros([BLOCKS, WORDS], tl.int32)
+    for nibble in range(0, 8):
+        v = ()
+        for i in tl.static_range(0, 16):
+            code = packed[i] >> (4 * nibble)
+            bits = ((code & 7) << 22) | ((code & 8) << 28)
+            v = v + (((float_of(bits) * (2.0**126)) * scales[i]) * unit,)
+        byte, factor, outside = _scale(v, block_bits(v), amax, POW2, CHOICE, NUMERATOR)
+        total += _write_column(
+            v, byte, factor, outside, 0, 0, word * 8 + nibble, block, 0, 0, blocks, inside,
+            codes_ptr, scales_ptr, False, False, FORM, SHIFT,
+        )  # fmt: skip
     _finish(amax, total, used_ptr, count_ptr, POW2)
 
 
@@ -276,8 +477,14 @@ def _finite_only(bits, FINITE: tl.constexpr):
 
 
 @triton.jit
-def amax_flat(x_ptr, out_ptr, words, BF16: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr):
-    """Largest magnitude of `words` 32-bit words into out (fp32 bits, int32, zero before)."""
+def amax_flat(
+    x_ptr, out_ptr, flag_ptr, words,
+    BF16: tl.constexpr, FLAG: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude of `words` 32-bit words into out (fp32 bits, int32, zero before).
+
+    FLAG: the byte at flag_ptr becomes 1 if it is Inf or NaN.
+    """
     first = tl.program_id(0).to(tl.int64) * (SIZE * ITERS)
     top = tl.zeros([SIZE], tl.int32)
     for i in tl.static_range(0, ITERS):
@@ -286,7 +493,15 @@ def amax_flat(x_ptr, out_ptr, words, BF16: tl.constexpr, SIZE: tl.constexpr, ITE
         if BF16:
             word = tl.maximum((word & 0x7FFF) << 16, word & 0x7FFF0000)
         top = tl.maximum(top, word & 0x7FFFFFFF)
-    tl.atomic_max(out_ptr, tl.max(top, axis=0), sem="relaxed")
+    _hand_in(tl.max(top, axis=0), out_ptr, flag_ptr, FLAG)
+
+
+@triton.jit
+def _hand_in(top, out_ptr, flag_ptr, FLAG: tl.constexpr):
+    tl.atomic_max(out_ptr, top, sem="relaxed")
+    if FLAG:
+        if top >= 0x7F800000:
+            tl.store(flag_ptr, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -307,11 +522,11 @@ def amax_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def amax_columns(
-    x_ptr, signs_ptr, out_ptr, rows, cols, blocks,
-    BF16: tl.constexpr, HADAMARD: tl.constexpr, FINITE: tl.constexpr, EVEN: tl.constexpr,
-    BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    x_ptr, signs_ptr, out_ptr, plain_ptr, flag_ptr, rows, cols, blocks,
+    BF16: tl.constexpr, HADAMARD: tl.constexpr, FINITE: tl.constexpr, PLAIN: tl.constexpr,
+    FLAG: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Amax over column blocks: see amax_rows and quantize_columns."""
+    """Amax over column blocks: see amax_rows and quantize_columns. PLAIN: that of x itself too."""
     per_word: tl.constexpr = 2 if BF16 else 1
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
@@ -323,48 +538,9 @@ def amax_columns(
         top = tl.maximum(top, _finite_only(bits, FINITE))
     top = tl.where(inside, top, 0)
     tl.atomic_max(out_ptr, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
-def _pack_e4m3(v, first: tl.constexpr):
-    """Elements first .. first + 3 as E4M3 bytes of an int32, nearest even, saturating."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b16 a, b;
-        cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
-        mov.b32 $0, {a, b}; }""",
-        "=r,r,r,r,r",
-        [v[first], v[first + 1], v[first + 2], v[first + 3]],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _pack_bf16(v, first: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;",
-        "=r,r,r",
-        [v[first], v[first + 1]],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _store_words(address, w0, w1, w2, w3, inside):
-    """16 bytes at each int64 address, where inside (int32) is not zero."""
-    tl.inline_asm_elementwise(
-        """{ .reg .pred p; setp.ne.s32 p, $6, 0;
-        @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }""",
-        "=r,l,r,r,r,r,r",
-        [address, w0, w1, w2, w3, inside],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if PLAIN:
+        own = tl.where(inside, packed_bits(words) if BF16 else block_bits(_floats(words)), 0)
+        _hand_in(tl.max(tl.max(own, axis=1), axis=0), plain_ptr, flag_ptr, FLAG)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -393,14 +569,14 @@ def decode_blocks(
         )
         # The three bits as the top of a subnormal or small float: 2**126 makes E2M1 of it.
         bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
-        v = v + ((float_of(bits) * (2.0**126)) * scale,)
+        v = v + (tl.fma(float_of(bits) * (2.0**126), scale, 0.0),)
     mask = inside.to(tl.int32)
     address = out_ptr.to(tl.int64) + index * 16
     if E4M3:
-        _store_words(
-            address, _pack_e4m3(v, 0), _pack_e4m3(v, 4), _pack_e4m3(v, 8), _pack_e4m3(v, 12), mask
+        store_words(
+            address, pack_e4m3(v, 0), pack_e4m3(v, 4), pack_e4m3(v, 8), pack_e4m3(v, 12), mask
         )
     else:
-        _store_words(
-            address, _pack_bf16(v, 0), _pack_bf16(v, 2), _pack_bf16(v, 4), _pack_bf16(v, 6), mask
+        store_words(
+            address, pack_bf16(v, 0), pack_bf16(v, 2), pack_bf16(v, 4), pack_bf16(v, 6), mask
         )

@@ -20,7 +20,7 @@ _DATA_TYPES = {
     torch.float8_e5m2: 29,
 }
 _COMPUTE_32F = 68
-_POINTER_MODE, _TRANSA, _FAST_ACCUM = 2, 3, 25
+_POINTER_MODE, _TRANSA, _TRANSB, _FAST_ACCUM = 2, 3, 4, 25
 _POINTER_MODE_DEVICE = 1
 _MAX_WORKSPACE_BYTES = 1
 _WORKSPACE = 32 << 20
@@ -82,11 +82,15 @@ def _layout(dtype: torch.dtype, rows: int, cols: int, leading: int) -> ctypes.c_
     return layout
 
 
-def _describe() -> ctypes.c_void_p:
-    """Operation: fp32 sums, first operand transposed, alpha and beta on the device."""
+def _describe(transpose_first: bool, transpose_second: bool) -> ctypes.c_void_p:
+    """Operation: fp32 sums, alpha and beta on the device."""
     operation = ctypes.c_void_p()
     _call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, 0)
-    for attribute, value in ((_POINTER_MODE, _POINTER_MODE_DEVICE), (_TRANSA, 1)):
+    for attribute, value in (
+        (_POINTER_MODE, _POINTER_MODE_DEVICE),
+        (_TRANSA, int(transpose_first)),
+        (_TRANSB, int(transpose_second)),
+    ):
         data = ctypes.c_int32(value)
         _call(
             "cublasLtMatmulDescSetAttribute", operation, attribute, ctypes.byref(data),
@@ -106,11 +110,16 @@ def _plan(
     device: int,
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    by_columns: tuple[bool, bool],
 ) -> tuple[Any, ...]:
-    """Descriptors and algorithm of one shape, in cuBLASLt's column order: out^T = b a^T."""
+    """Descriptors and algorithm of one shape, in cuBLASLt's column order: out^T = b a^T.
+
+    by_columns: whether a and b lie in memory as their transposes.
+    """
     m, n, k = shape
-    operation = _describe()
-    first, second = _layout(dtypes[1], k, n, k), _layout(dtypes[0], k, m, k)
+    operation = _describe(not by_columns[1], by_columns[0])
+    first = _layout(dtypes[1], n, k, n) if by_columns[1] else _layout(dtypes[1], k, n, k)
+    second = _layout(dtypes[0], m, k, m) if by_columns[0] else _layout(dtypes[0], k, m, k)
     out = _layout(dtypes[2], n, m, n)
     preference = ctypes.c_void_p()
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
@@ -136,7 +145,8 @@ def matmul(
     """out = alpha a . b^T, or out += alpha a . b^T, summed in fp32.
 
     Args:
-        a: [M, K], b: [N, K]: contiguous bf16, fp16 or FP8 (then all sizes multiples of 16).
+        a: [M, K], b: [N, K]: bf16, fp16 or FP8, contiguous, or (not FP8) contiguous transposes;
+            rows in memory are multiples of 16 bytes.
         alpha: fp32 scalar on the device; None is 1.
         out: contiguous [M, N], bf16, fp16 or fp32.
     """
@@ -144,9 +154,10 @@ def matmul(
     stream = torch.cuda.current_stream(a.device).cuda_stream
     workspace, numbers = _constants(device, stream)
     shape = (a.shape[0], b.shape[0], a.shape[1])
+    by_columns = (not a.is_contiguous(), not b.is_contiguous())
     with torch.cuda.device(a.device):
         operation, first, second, layout, result = _plan(
-            device, shape, (a.dtype, b.dtype, out.dtype)
+            device, shape, (a.dtype, b.dtype, out.dtype), by_columns
         )
         _call(
             "cublasLtMatmul", _handle(device), operation,

@@ -12,10 +12,11 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize import triton_backend
 from fused_ops.scaled_matmul import cublaslt, reference
-from fused_ops.scaled_matmul.reference import Operand, fp8_shift
+from fused_ops.scaled_matmul.reference import Operand
+from fused_ops.triton_support import device_reason
 
 EXACT_IN_BF16 = ("nvfp4", "mxfp8", "mxfp4", "fp8_tensorwise", "fp8_delayed")
 WHOLE_TENSOR_FP8 = ("fp8_tensorwise", "fp8_delayed")
@@ -32,10 +33,10 @@ def supports(
 ) -> str | None:
     """None, or why not."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return "two high-precision operands are torch's"
+        return _plain_reason(a, b, accumulate)
     for operand in (a, b):
-        tensor = operand if isinstance(operand, Tensor) else operand.codes
-        reason = triton_backend.device_reason(tensor)
+        tensor = memory(operand)
+        reason = device_reason(tensor)
         if reason is not None:
             return reason
         if isinstance(operand, Tensor):
@@ -50,10 +51,35 @@ def supports(
     return None if cublaslt.library() is not None else "cuBLASLt was not found"
 
 
-def _is_fp8(operand: Operand, decode: str) -> TypeGuard[QuantizedTensor]:
+def memory(operand: Operand) -> Tensor:
+    """The tensor that holds the operand."""
+    if isinstance(operand, Tensor):
+        return operand
+    return operand.data if isinstance(operand, DecodedTensor) else operand.codes
+
+
+def _plain_reason(a: Tensor, b: Tensor, accumulate: Tensor | None) -> str | None:
+    """Why a product of two bf16 tensors is left to torch, or None."""
+    if accumulate is None or not accumulate.is_cuda:
+        return "two high-precision operands are torch's, unless they add to an fp32 sum on a GPU"
+    for operand in (a, b):
+        if operand.dtype != torch.bfloat16 or operand.dim() != 2 or 0 in operand.shape:
+            return f"bf16 matrices, got {operand.dtype} {tuple(operand.shape)}"
+        if operand.shape[0] % 8 or operand.shape[1] % 8 or operand.data_ptr() % 16:
+            return f"sizes that are multiples of 8, got {tuple(operand.shape)}"
+        if not (operand.is_contiguous() or operand.t().is_contiguous()):
+            return "an operand lies neither by rows nor by columns"
+    if not accumulate.is_contiguous():
+        return "accumulate is not contiguous"
+    return None if cublaslt.library() is not None else "cuBLASLt was not found"
+
+
+def _is_fp8(operand: Operand, decode: str) -> TypeGuard[QuantizedTensor | DecodedTensor]:
     """Whether the operand loses nothing, or is to be rounded, on FP8 cores."""
     if isinstance(operand, Tensor):
         return False
+    if isinstance(operand, DecodedTensor):
+        return operand.data.dtype == torch.float8_e4m3fn
     spec = operand.spec
     return spec.format in WHOLE_TENSOR_FP8 or (
         spec.format == "nvfp4" and (spec.is_pow2 or decode == "fp8")
@@ -69,10 +95,25 @@ def on_fp8_cores(a: Operand, b: Operand, decode: str) -> bool:
     return not (both_e5m2 or a.shape[0] % 16 or b.shape[0] % 16)
 
 
-def fp8_operand(operand: QuantizedTensor) -> tuple[Tensor, int]:
+def decoded_form(a: OperandSpec, b: OperandSpec, rows: tuple[int, int], decode: str) -> str:
+    """The form in which quantizers may hand over the operands of a product: see `quantize`.
+
+    Args:
+        a, b: what the operands are.
+        rows: of both.
+    """
+    if any(spec.format != "nvfp4" or spec.row_scaled for spec in (a, b)):
+        return "codes"
+    fp8 = decode == "fp8" or (a.is_pow2 and b.is_pow2)
+    return "bf16" if not fp8 or any(n % 16 for n in rows) else "fp8"
+
+
+def fp8_operand(operand: QuantizedTensor | DecodedTensor) -> tuple[Tensor, int]:
     """FP8 [rows, K padded to 16], and the power of two that alpha owes it."""
+    if isinstance(operand, DecodedTensor):
+        return operand.data, operand.shift
     if operand.spec.format == "nvfp4":
-        shift = fp8_shift(operand.spec)
+        shift = operand.spec.fp8_shift
         return triton_backend.decode(operand, e4m3=True, shift=shift), shift
     codes = _padded(operand.codes, 16)
     dtype = torch.float8_e5m2 if operand.spec.element == "e5m2" else torch.float8_e4m3fn
@@ -83,10 +124,14 @@ def bf16_operand(operand: Operand, decode: str) -> Tensor:
     """Exact BF16 [rows, K padded to 8]: code * block scale, or a tensor's own values."""
     if isinstance(operand, Tensor):
         return _padded(operand, 8)
+    if isinstance(operand, DecodedTensor):
+        if operand.data.dtype == torch.bfloat16:
+            return operand.data
+        return operand.data.to(torch.bfloat16) * 2.0**operand.shift
     if operand.spec.format != "nvfp4":
         return _padded(operand.unscaled(torch.bfloat16), 8)
     if decode == "fp8" and not operand.spec.is_pow2:
-        shift = fp8_shift(operand.spec)
+        shift = operand.spec.fp8_shift
         rounded = triton_backend.decode(operand, e4m3=True, shift=shift)
         return rounded.to(torch.bfloat16) * 2.0**shift
     return triton_backend.decode(operand)
@@ -114,14 +159,15 @@ def scaled_matmul(
     decode: str = "exact",
 ) -> Tensor:
     """See `fused_ops.scaled_matmul.api.scaled_matmul`."""
-    alpha = reference.alpha(a, b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        assert accumulate is not None, "see supports"
+        return cublaslt.matmul(a, b, None, out=accumulate, accumulate=True)
     if on_fp8_cores(a, b, decode) and _is_fp8(a, decode) and _is_fp8(b, decode):
         (left, shift_a), (right, shift_b) = fp8_operand(a), fp8_operand(b)
-        if shift_a + shift_b:
-            assert alpha is not None
-            alpha = alpha * 2.0 ** (shift_a + shift_b)
+        alpha = reference.alpha(a, b, shift_a + shift_b)
     else:
         left, right = bf16_operand(a, decode), bf16_operand(b, decode)
+        alpha = reference.alpha(a, b)
     left, right = _alike(left, right)
     rows, cols = a.shape[0], b.shape[0]
     if accumulate is not None:

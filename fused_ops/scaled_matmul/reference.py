@@ -16,9 +16,9 @@ import struct
 import torch
 from torch import Tensor
 
-from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, QuantizedTensor
 
-Operand = QuantizedTensor | Tensor
+Operand = QuantizedTensor | DecodedTensor | Tensor
 
 BLOCK_SCALES_ONLY = ("mxfp8", "mxfp4", "fp8_blockwise")
 """Formats without a tensor scale: nothing of theirs is left for the epilogue."""
@@ -56,36 +56,30 @@ def values(operand: Operand, decode: str = "exact") -> Tensor:
     """What is multiplied, in fp32: code * block scale, or a tensor's own values."""
     if isinstance(operand, Tensor):
         return operand.float()
+    if isinstance(operand, DecodedTensor):
+        return operand.data[:, : operand.shape[1]].float().mul_(2.0**operand.shift)
     if decode == "fp8" and operand.spec.format == "nvfp4":
-        return operand.fp8_operand()[0].float().mul_(2.0 ** fp8_shift(operand.spec))
+        return operand.fp8_operand()[0].float().mul_(2.0**operand.spec.fp8_shift)
     return operand.unscaled(torch.float32)
 
 
-def fp8_shift(spec: OperandSpec) -> int:
-    """The s of an NVFP4 tensor's FP8 operand, which is code * block scale * 2^-s in E4M3.
-
-    The largest product is 6 * 448 with numerator 2688, and 6 * 256 with 1536 or power-of-two
-    scales, so that it depends on the spec alone and never on data.
-    """
-    return 2 if spec.is_pow2 or spec.numerator == 1536.0 else 3
-
-
-def alpha(a: Operand, b: Operand) -> Tensor | None:
+def alpha(a: Operand, b: Operand, shift: int = 0) -> Tensor | None:
     """The factor of the epilogue: fp32 scalar, or [M, 1], [1, N], [M, N] with row-scaled operands.
 
-    None if neither operand has a tensor scale.
+    None if neither operand has a tensor scale. It is times 2**shift, which rounds nothing.
     """
     result: Tensor | None = None
     numerators = 1.0
     for operand, shape in ((a, (-1, 1)), (b, (1, -1))):
         if isinstance(operand, Tensor) or operand.spec.format in BLOCK_SCALES_ONLY:
             continue
-        nvfp4 = operand.spec.format == "nvfp4"
-        scale = operand.amax if nvfp4 else operand.tensor_scale
+        scale = operand.amax
+        if isinstance(operand, QuantizedTensor) and operand.spec.format != "nvfp4":
+            scale = operand.tensor_scale
         scale = scale.view(shape) if operand.spec.row_scaled else scale
         result = scale if result is None else result * scale
         numerators *= operand.spec.numerator
-    return None if result is None else result * fp32_reciprocal(numerators)
+    return None if result is None else result * (fp32_reciprocal(numerators) * 2.0**shift)
 
 
 def fp32_reciprocal(x: float) -> float:
@@ -143,7 +137,11 @@ def blackwell_model_supports(
 ) -> str | None:
     """None, or why not."""
     for operand in (a, b):
-        if isinstance(operand, Tensor) or operand.spec.format != "nvfp4" or decode != "exact":
+        if (
+            not isinstance(operand, QuantizedTensor)
+            or operand.spec.format != "nvfp4"
+            or decode != "exact"
+        ):
             kind = operand.dtype if isinstance(operand, Tensor) else operand.spec.label
             return f"it describes NVFP4 x NVFP4 with decode exact; got {kind}, decode {decode}"
     return None

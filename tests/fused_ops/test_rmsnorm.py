@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm against torch's, values and gradients, and by groups."""
+"""RMSNorm against torch's, values and gradients, by groups, and kernels against references."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fused_ops.rmsnorm import rmsnorm
+import fused_ops.rmsnorm
+from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input, triton_backend
+from tests.fused_ops import kernels
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -42,3 +46,63 @@ def test_bad_shapes():
         rmsnorm(torch.randn(2, 8), torch.randn(4))
     with pytest.raises(ValueError, match="must divide"):
         rmsnorm(torch.randn(2, 8), torch.randn(8), group_size=3)
+
+
+def test_the_input_comes_back_for_a_residual():
+    """Gradients of both results meet in x, also where only one of them is used."""
+    x, weight = torch.randn(3, 16), torch.randn(16)
+    (y, same), (dx, dw) = kernels.run(rmsnorm_and_input, (x, weight))
+    assert torch.equal(same, x)
+    (plain,), _ = kernels.run(rmsnorm, (x, weight))
+    assert torch.equal(y, plain)
+    generator = torch.Generator().manual_seed(0)
+    upstream, more = (torch.randn(3, 16, generator=generator) for _ in range(2))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    want = torch.autograd.grad(rmsnorm(x, weight), [x, weight], upstream)
+    torch.testing.assert_close(dx, want[0] + more)
+    torch.testing.assert_close(dw, want[1])
+
+
+SHAPES = [  # shape, group_size, zero_centered
+    ((3, 2, 48), None, False),
+    ((2, 24), 8, False),
+    ((1, 300), None, True),
+    ((36, 16), None, False),  # more rows than a tile, and a second turn of a program
+    ((1, 1), None, False),
+]
+
+
+@pytest.mark.parametrize("place", kernels.PLACES)
+@pytest.mark.parametrize(("shape", "group_size", "zero_centered"), SHAPES)
+def test_kernels(shape, group_size, zero_centered, place, monkeypatch):
+    if place[0] == "cpu":
+        kernels.interpret(monkeypatch, fused_ops.rmsnorm)
+    kernels.poison(monkeypatch)
+    monkeypatch.setattr(triton_backend, "PROGRAMS", 4)
+    monkeypatch.setattr(triton_backend, "TILE", 64)
+    x, weight = 5 * torch.randn(shape), torch.randn(shape[-1])
+    options = {"zero_centered": zero_centered, "eps": 1e-3}
+    kernels.compare(partial(rmsnorm, group_size=group_size, **options), (x, weight), place)
+    if group_size is None:
+        kernels.compare(partial(rmsnorm_and_input, **options), (x, weight), place, "with input")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((8192, 4096), None), ((8192, 8192), 1024), ((8192, 32, 128), None)]
+)
+def test_kernels_at_real_size(shape, group_size):
+    x, weight = torch.randn(shape).bfloat16(), torch.randn(shape[-1]).bfloat16()
+    op = partial(rmsnorm, group_size=group_size)
+    kernels.twice_the_same(op, (x, weight))
+    kernels.compare(op, (x, weight), ("cuda", torch.bfloat16, "bf16_output"))
+    kernels.twice_the_same(rmsnorm_and_input, (x, weight))
+
+
+@pytest.mark.gpu
+def test_only_the_residual_is_used():
+    x = torch.randn(4, 64, device="cuda", requires_grad=True)
+    weight = torch.ones(64, device="cuda", requires_grad=True)
+    _, same = rmsnorm_and_input(x, weight, implementation="triton")
+    same.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))

@@ -10,7 +10,7 @@ from fused_ops.dispatch import UnsupportedError
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import quantize
 from fused_ops.scaled_matmul import scaled_matmul
-from fused_ops.scaled_matmul.reference import add_toward_zero, alpha, fp8_shift, values
+from fused_ops.scaled_matmul.reference import add_toward_zero, alpha, values
 
 KEY = (12, 34)
 PLAIN = OperandSpec(format="nvfp4")
@@ -136,7 +136,7 @@ def test_decode_fp8_leaves_pow2_alone_and_rounds_the_others():
     for spec in (PLAIN, FOUR, TILE, EDEN):
         a = operand(spec, 64, 256)
         exact, rounded = values(a, "exact"), values(a, "fp8")
-        scale = 2.0 ** fp8_shift(spec)
+        scale = 2.0**spec.fp8_shift
         step = torch.exp2(torch.floor(torch.log2((exact / scale).abs().clamp(min=2.0**-6))) - 3)
         assert float(((rounded - exact).abs() / scale / step).max()) <= 0.5
         assert not torch.equal(exact, rounded)

@@ -8,7 +8,13 @@ import torch
 
 from fused_ops import cases
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import operand_amax, quantize, triton_backend
+from fused_ops.quantize import (
+    operand_amax,
+    quantize,
+    quantize_pair,
+    triton_backend,
+    triton_launch,
+)
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.testing import assert_bitwise_equal, assert_close
 from tools import check_vectors
@@ -92,8 +98,8 @@ def test_ugly_shapes(name, columns):
 @pytest.mark.gpu
 @each_direction
 @pytest.mark.parametrize("name", FAST)
-def test_fp32_input(name, columns, monkeypatch):
-    monkeypatch.setattr(triton_backend, "INPUTS", (torch.bfloat16, torch.float32))
+def test_fp32_input(name, columns):
+    assert torch.float32 in triton_launch.INPUTS
     for shape in ((130, 250), (64, 128)):
         x = cases.make_input("wide", shape, 3, torch.float32)
         compare(x, SPECS[name], columns=columns, what=str(shape))
@@ -151,6 +157,31 @@ def test_operand_amax(name, columns):
             assert_bitwise_equal(got.cpu(), operand_amax(x, SPECS[name], columns=columns), kind)
     x[0, 0] = float("nan")
     assert torch.isnan(operand_amax(x.cuda(), SPECS[name], columns=columns))
+
+
+@pytest.mark.gpu
+@each_direction
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"element": "e5m2"}, {"scale": "pow2"}, {"format": "fp8_delayed", "element": "e5m2"}],
+)
+def test_casts_to_fp8(options, columns):
+    spec = OperandSpec(**({"format": "fp8_tensorwise"} | options))
+    for kind in cases.KINDS:
+        for shape in ((80, 272), (17, 33), (300, 500)):
+            x = cases.make_input(kind, shape, 7)
+            amax = operand_amax(x, spec) / 3.0 if spec.format == "fp8_delayed" else None
+            arguments = {"columns": columns, "amax": amax}
+            want = quantize(x, spec, implementation="reference", **arguments)
+            got = quantize(x.cuda(), spec, implementation="triton_fp8", **arguments)
+            assert_bitwise_equal(got.codes.cpu(), want.codes, f"{kind} {shape} codes")
+            assert_bitwise_equal(got.scales.cpu(), want.scales, f"{kind} {shape} scales")
+            if want.out_of_range is not None:
+                assert_bitwise_equal(got.out_of_range.cpu(), want.out_of_range, kind)
+            both = quantize_pair(
+                x.cuda(), spec, spec, amaxes=(got.amax, got.amax), forms=("codes", "codes")
+            )
+            assert_bitwise_equal(both[columns].codes.cpu(), want.codes, f"{kind} {shape} pair")
 
 
 @pytest.mark.gpu

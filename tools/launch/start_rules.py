@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command of a training container must be, given what its operator injects."""
+
+import re
+from dataclasses import dataclass, field
+
+from tools.launch.command import Start, read_command
+from tools.launch.documents import Path
+from tools.launch.findings import Findings, at, words
+
+# torchrun's flag -> the variable that the operator sets, and where to set it instead.
+CARRIED = {
+    "nnodes": "PET_NNODES",
+    "nproc_per_node": "PET_NPROC_PER_NODE",
+    "node_rank": "PET_NODE_RANK",
+    "master_addr": "PET_MASTER_ADDR",
+    "master_port": "PET_MASTER_PORT",
+}
+RENDEZVOUS = {
+    "rdzv_backend": "PET_RDZV_BACKEND",
+    "rdzv_endpoint": "PET_RDZV_ENDPOINT",
+    "rdzv_id": "PET_RDZV_ID",
+}
+_NODE_LEVEL = re.compile(r"\$[({]?(WORLD_SIZE|RANK|LOCAL_RANK)\b")
+_SHELL_VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
+_OWN_HOST = re.compile(
+    r"\$\{?HOSTNAME|\$\(\s*hostname|^localhost\b|^127\.|^\[?::1\]?|^0\.0\.0\.0|\$\(HOSTNAME\)"
+)
+_NAMES = {"nproc_per_node": "nprocPerNode", "nnodes": "replicas"}
+
+
+@dataclass
+class Setting:
+    """What surrounds a command.
+
+    Attributes:
+        operator: PyTorchJob, TrainJob or JobSet.
+        nodes: how many pods train together.
+        processes: processes a node; None for auto.
+        gpus: GPUs a pod gets.
+        carried: torchrun flags that the operator already sets, with their variables.
+    """
+
+    operator: str
+    nodes: int
+    processes: int | None
+    gpus: int
+    carried: dict[str, str] = field(default_factory=lambda: dict(CARRIED))
+
+    @property
+    def several(self) -> bool:
+        """Whether Python alone would start too few processes, or ones that do not find others.
+
+        Only a PyTorchJob gives a pod's first process what it needs to be a rank without torchrun.
+        """
+        alone = self.operator != "PyTorchJob" and self.nodes > 1
+        return (self.processes or self.gpus) > 1 or alone
+
+
+def check_start(
+    command: object, arguments: object, setting: Setting, path: Path, found: Findings
+) -> Start:
+    """Checks the words of a container; returns what they start."""
+    line = words(command) + words(arguments)
+    start = read_command(line)
+    place = (*path, "command") if words(command) else (*path, "args")
+    first = line[0] if words(command) else ""
+    if " " in first.strip() and start.shell is None:
+        found.error(
+            place,
+            f"the first word is the program, and {first!r} is several; write {first.split()!r}",
+        )
+        return start
+    if not words(command):
+        found.error(
+            path,
+            "without a command the image decides what runs; write command: [torchrun] and "
+            "args: [-m, pretrain, CONFIG]",
+        )
+        return start
+    if start.shell is None:
+        _check_expansion(line, place, found)
+    text = " ".join(line)
+    if _NODE_LEVEL.search(text):
+        name = _NODE_LEVEL.search(text)
+        assert name is not None, "matched above"
+        found.error(
+            place,
+            f"reads {name[0]}, which counts nodes outside of torchrun, not processes; let torchrun "
+            "set it",
+        )
+    if start.program == "torchrun":
+        _check_torchrun(start, setting, place, found)
+    elif start.program == "python":
+        _check_python(start, setting, place, found)
+    return start
+
+
+def _check_expansion(line: list[str], place: Path, found: Findings) -> None:
+    for word in line:
+        if _SHELL_VARIABLE.search(word):
+            found.error(
+                place,
+                f"no shell expands {word!r} here; write $(NAME), which Kubernetes expands, or "
+                'start with ["sh", "-c", ...]',
+            )
+
+
+def _check_torchrun(start: Start, setting: Setting, place: Path, found: Findings) -> None:
+    for flag, variable in setting.carried.items():
+        if flag in start.flags:
+            found.error(
+                place,
+                f"--{flag} overrides {variable}, which the operator sets rightly on every node; "
+                "remove it" + (f" and set {_NAMES[flag]}" if flag in _NAMES else ""),
+            )
+    endpoint = start.flags.get("rdzv_endpoint", "")
+    if _OWN_HOST.search(endpoint) and "rdzv_endpoint" not in setting.carried:
+        found.error(
+            place,
+            f"--rdzv_endpoint {endpoint} is another place on every node, so that none finds the "
+            "others; remove it: the operator names the master",
+        )
+    if start.flags.get("standalone") == "true" and setting.nodes > 1:
+        found.error(place, "--standalone makes every node a run of its own; remove it")
+    if not start.rest:
+        found.error(place, "torchrun is given nothing to run; add -m pretrain CONFIG to args")
+        return
+    program = start.rest[0]
+    if start.module and program.endswith(".py"):
+        found.error(place, f"-m takes a module; got {program!r}; remove -m, or the .py")
+    elif not start.module and "/" not in program and "." not in program:
+        found.error(place, f"torchrun takes a file, and {program!r} is a module; put -m before it")
+    elif program == "pretrain" and start.module and len(start.rest) < 2:
+        found.error(place, "pretrain is given no run file; add its path to args")
+
+
+def _check_python(start: Start, setting: Setting, place: Path, found: Findings) -> None:
+    words_of = (["-m"] if start.module else []) + start.rest
+    what = " ".join(words_of[: 2 if start.module else 1])
+    if not setting.several:
+        return
+    count = setting.processes or setting.gpus or 1
+    found.error(
+        place,
+        f"python {what} starts one process a pod, and {count} a pod on {setting.nodes} nodes are "
+        f"meant; write command: [torchrun] and args: {words_of}",
+    )
+
+
+def check_reserved(
+    env: list[object], reserved: set[str], operator: str, path: Path, found: Findings
+) -> None:
+    """Variables that the operator sets, set again."""
+    for index, entry in enumerate(env):
+        name = at(entry, "name", kind=str)
+        if name in reserved or name.startswith("PET_RDZV"):
+            found.error(
+                (*path, index),
+                f"{name} is set by the operator of a {operator}; remove it",
+            )
