@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from fused_ops.attention import Visible, attention
 from models.comm import is_distributed
-from models.documents import document_ids
+from models.documents import Documents, document_ids
 from models.parallel_linear import ColumnParallelLinear
 
 
@@ -155,6 +155,23 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(self, name):
                 ColumnParallelLinear.adopt(getattr(self, name))
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        """megatron-core's, without the object that names documents: it takes that for a packing
+        whose tokens have no batch axis. Core attention gets it all the same."""
+        if isinstance(packed_seq_params, Documents):
+            packed_seq_params = None
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, *args, **kwargs
+        )
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [s, b, h] -> compressed queries, and [compressed | rotary] keys and values.

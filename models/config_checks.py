@@ -174,6 +174,11 @@ def layout_problems(
         problems += _divides("ffn_hidden_size", values["ffn_hidden_size"], tp, "ffn_hidden_size")
     if pattern.has("E"):
         problems += _experts(values, parallel)
+    elif parallel.expert_model_parallel_size > 1:
+        problems.append(
+            f"parallel.expert_model_parallel_size {parallel.expert_model_parallel_size} has no "
+            "experts to cut: model.pattern has no layer E; set it to 1"
+        )
     if pattern.has("M"):
         problems += _mamba(values, tp, parallel.context_parallel_size)
     return problems

@@ -38,11 +38,6 @@ class HybridModel(hybrid_model.HybridModel):
                     "multi-token prediction does not keep to document boundaries; set "
                     "data.isolate_documents to false or remove '/' from model.pattern"
                 )
-            if self.config.multi_latent_attention:
-                raise ValueError(
-                    "multi-latent attention does not keep to document boundaries yet; set "
-                    "data.isolate_documents to false or use '*' instead of '+' in model.pattern"
-                )
             ids = args[0] if args else kwargs["input_ids"]
             length = ids.shape[1] * self.pg_collection.cp.size()
             kwargs["packed_seq_params"] = document_boundaries(cu_seqlens, ids.shape[0], length)

@@ -114,6 +114,7 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
             all_reduce_input_grad=allreduce_dgrad,
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
+            segments=output_parts(weight),
             tokens=token_count(input, self.tp_group.size() if sequence_parallel else 1),
         )
         return linear(input, weight, bias, call=self.gemm_call(weight, comm))
@@ -196,6 +197,19 @@ class DuplicatedLinear(GemmModule, torch.nn.Module):
             tokens=token_count(x),
         )
         return linear(x, self.weight, call=self.gemm_call(self.weight, comm)), None
+
+
+def output_parts(weight: Tensor) -> tuple[int, ...]:
+    """Local sizes of the parts of a weight's output features that are cut over ranks one by one.
+
+    megatron-core marks them on the parameter: `partition_sizes` on the input projection of Mamba,
+    `partition_stride` 2 where gate and up follow each other.
+    """
+    sizes = getattr(weight, "partition_sizes", None)
+    if sizes is not None:
+        return tuple(sizes)
+    parts = getattr(weight, "partition_stride", 1)
+    return (weight.shape[0] // parts,) * parts if parts > 1 else ()
 
 
 def _context_group(config: Any) -> torch.distributed.ProcessGroup | None:

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
-from models.config import ModelConfig, ParallelConfig, model_problems
+from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.manager import CheckpointConfig
@@ -178,12 +178,26 @@ def section_problems(config: PretrainConfig) -> list[str]:
         _ = train.batch_sizes
     except ConfigError as error:
         return [*found, *error.problems]
-    problems = model_problems(config.model, config.parallel)
+    problems = model_problems(config.model, config.parallel) or _engine_problems(config)
     return [
         *found,
         *config.optimizer.problems(train.steps),
         *(problems or _precision_problems(config)),
     ]
+
+
+def _engine_problems(config: PretrainConfig) -> list[str]:
+    """What megatron-core itself refuses of a model and layout that pass our own checks."""
+    try:
+        transformer_config(
+            config.model,
+            config.parallel,
+            params_dtype=config.train.torch_dtype,
+            deterministic=config.train.deterministic,
+        )
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def precision_plan(config: PretrainConfig, vocab_size: int | None = None) -> PrecisionPlan:

@@ -59,10 +59,13 @@ def megatron_dataset(folder: Path, seq_length: int, samples: int, cache: Path) -
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     manifest = load_manifest(folder)
+    # With weights a blend may take several epochs.
+    prefixes = [str(folder / info.name) for info in manifest.shards]
+    weights = [float(info.tokens) for info in manifest.shards]
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=seq_length,
-        blend=([str(folder / info.name) for info in manifest.shards], None),
+        blend=(prefixes, weights if len(weights) > 1 else None),
         split="1,0,0",
         path_to_cache=str(cache),
         tokenizer=_Tokenizer(manifest),  # type: ignore[arg-type]
