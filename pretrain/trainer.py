@@ -19,6 +19,7 @@ from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.engine import Engine, build_engine
 from pretrain.environment import cudnn_shadow, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
@@ -272,16 +273,22 @@ class Trainer:
         self.dataset = open_dataset(
             config.data, model.seq_length, config.run.seed, model.vocab_size, state
         )
-        self.loader = TrainLoader(
+        loader = TrainLoader(
             self.dataset,
             config.train.batch_sizes,
             prefetch=config.data.prefetch,
             ahead_samples=config.data.cache.ahead_samples,
             **sizes,
         )
+        shape = (config.train.micro_batch_size, model.seq_length)
+        share = Share(world.groups, world.device, *shape)
+        self.loader = SharedTrainLoader(loader, share, world.device)
         sets = open_validation(config.data, model.seq_length, self.dataset.vocab_size)
         batch = config.train.global_batch_size
-        self.validation = {name: ValidLoader(data, batch, **sizes) for name, data in sets.items()}
+        self.validation = {
+            name: SharedValidLoader(ValidLoader(data, batch, **sizes), share)
+            for name, data in sets.items()
+        }
 
     def _prepare_callbacks(self, resumed_step: int | None) -> None:
         config, main, run_dir = self.config, self.world.is_main, self.run_dir

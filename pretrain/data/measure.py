@@ -27,6 +27,7 @@ _SHARD_DOCUMENTS = 2_500_000
 
 def synthetic_folder(folder: Path, tokens: int, shards: int = 2) -> Path:
     """A folder of shards of random ids, about `tokens` of them."""
+    folder.mkdir(parents=True, exist_ok=True)
     random, infos = np.random.default_rng(0), []
     for number in range(shards):
         count = tokens // shards // ((_SHORTEST + _LONGEST) // 2)
