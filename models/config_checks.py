@@ -9,7 +9,7 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "relu": torch.nn.functional.relu,
     "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
 }
 
 _ELSEWHERE = {

@@ -15,6 +15,7 @@ from models.documents import document_boundaries
 from models.layer_specs import stack_spec
 from models.parallel_linear import GemmModule, OutputLayer
 from models.pattern import parse_pattern, staged_pattern
+from models.rotary import scaled_frequencies
 
 
 class HybridModel(hybrid_model.HybridModel):
@@ -112,8 +113,16 @@ def build_model(
         )
         if last:
             OutputLayer.adopt(chunk.output_layer)
+        stretch_rotary(chunk, model)
         chunks.append(chunk)
     return chunks
+
+
+def stretch_rotary(owner: Any, model: ModelConfig) -> None:
+    """Apply `model.rope_scaling` to the frequencies of `owner.rotary_pos_emb`, where there are."""
+    rotary = getattr(owner, "rotary_pos_emb", None)
+    if rotary is not None and model.rope_scaling is not None:
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rope_scaling, model.rotary_base)
 
 
 def sizes(chunks: list[HybridModel]) -> dict[torch.dtype, int]:

@@ -34,10 +34,12 @@ from pretrain.config import (
     data_folders,
     layout_start_problems,
     make_config,
+    section_problems,
     world_size,
 )
-from pretrain.config_file import apply_overrides, encode, parse_overrides, read_yaml
+from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.manifest import load_manifest
+from pretrain.data.remote import is_url
 
 GIB = 2.0**30
 # What a process takes beside torch's own allocations: context, libraries, NCCL. Assumed.
@@ -78,9 +80,15 @@ class Preflight:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the global batch."""
+        """Of the global batch, the last one where it grows."""
         assert self.config is not None
-        return self.config.train.global_batch_size * self.config.model.seq_length
+        return self.config.train.batch_sizes.sizes[-1] * self.config.model.seq_length
+
+    @property
+    def total_tokens(self) -> int:
+        """Of the whole run."""
+        assert self.config is not None
+        return self.config.train.total_samples * self.config.model.seq_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +127,7 @@ def preflight(
         config = relaxed
     world = world or (world_size() if world_size() > 1 else fewest_processes(config.parallel))
     vocab, found, notes = _vocabulary(config)
-    problems += [*layout_start_problems(config, world), *found]
+    problems += [*_start_problems(config, world), *found]
     changed, text = _checkpoint(config)
     problems, notes = [*problems, *changed], [*notes, *text]
     result = Preflight(
@@ -136,16 +144,19 @@ def preflight(
 
 def _readable(data: Mapping[str, Any]) -> PretrainConfig | None:
     """The run although some of its sections contradict each other; None if it cannot be read."""
-    from pretrain.config_file import decode_all
-
     config, _, _ = decode_all(PretrainConfig, data)
     return config
 
 
 def _broken_layout(config: PretrainConfig, world: int) -> bool:
-    from pretrain.config import section_problems
+    return bool(section_problems(config) or _start_problems(config, world))
 
-    return bool(section_problems(config) or layout_start_problems(config, world))
+
+def _start_problems(config: PretrainConfig, world: int) -> list[str]:
+    try:
+        return layout_start_problems(config, world)
+    except ConfigError as error:  # batch sizes that cannot be read
+        return error.problems
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:
@@ -161,6 +172,9 @@ def _vocabulary(config: PretrainConfig) -> tuple[int | None, list[str], list[str
     own, problems, notes = config.model.vocab_size, [], []
     sizes: dict[str, int] = {}
     for name, folder in data_folders(config.data):
+        if is_url(folder):
+            notes.append(f"{name} is not checked: {folder} is elsewhere, and nothing is fetched")
+            continue
         try:
             sizes[folder] = load_manifest(folder).vocab_size
         except ConfigError as error:
@@ -220,7 +234,7 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
         seq_length=config.model.seq_length,
         tie_embeddings=config.model.tie_embeddings,
     )
-    plan = PrecisionPlan(config.precision, shape, train.steps * train.global_batch_size)
+    plan = PrecisionPlan(config.precision, shape, train.total_samples)
     result.shape, result.parameters = shape, count_parameters(shape)
     result.flops = sum(flops_per_token(shape).values())
     result.notes += plan.notes() + _isolation_notes(config, plan)
@@ -295,7 +309,7 @@ def micro_batches(config: PretrainConfig, world: int) -> int:
         * parallel.pipeline_model_parallel_size
         * parallel.context_parallel_size
     )
-    return train.global_batch_size // (train.micro_batch_size * max(ranks, 1))
+    return train.batch_sizes.sizes[-1] // (train.micro_batch_size * max(ranks, 1))
 
 
 def rank_memory(

@@ -57,9 +57,9 @@ def _ranks(found: Preflight) -> Iterable[str]:
         )
     if pp > 8:
         yield f"         ... {pp - 3} more stages"
-    steps = found.config.train.global_batch_size
+    sequences = found.config.train.batch_sizes.sizes[-1]
     yield (
-        f"batch    {steps} sequences of {found.config.model.seq_length} = "
+        f"batch    {sequences} sequences of {found.config.model.seq_length} = "
         f"{found.tokens_per_step:,} tokens a step, "
         f"{micro_batches(found.config, world)} micro-batches on each of {dp} data-parallel ranks"
     )
@@ -111,7 +111,7 @@ def _time(found: Preflight) -> Iterable[str]:
     step, device, steps = found.step, found.device, found.config.train.steps
     rate = found.tokens_per_step / step.total
     used = rate * found.flops / found.world / 1e12
-    seconds = step.total * steps
+    seconds = found.total_tokens / rate
     yield (
         f"time     {step.total:.3f} s a step, {rate:,.0f} tokens/s, {used:.0f} TFLOP/s a GPU; an "
         "estimate from rates of single operations, not a measured run"
@@ -120,7 +120,7 @@ def _time(found: Preflight) -> Iterable[str]:
     yield "         " + ", ".join(f"{name} {part / step.total:.0%}" for name, part in shares)
     yield f"         limited by {step.limit}"
     yield (
-        f"budget   {steps:,} steps = {_count(steps * found.tokens_per_step)} tokens: "
+        f"budget   {steps:,} steps = {_count(found.total_tokens)} tokens: "
         f"{_duration(seconds)}, {seconds / 3600 * found.world:,.1f} GPU-hours"
     )
     yield "rates    " + device.products["high"].text("TFLOP/s, BF16 products")

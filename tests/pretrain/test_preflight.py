@@ -109,7 +109,7 @@ def test_every_problem_at_once_with_its_remedy(run_file):
 @pytest.mark.parametrize(
     ("sections", "world", "said"),
     [
-        ({"train": {"global_batch_size": 9}}, 8, "the next one is 12, the one before 8"),
+        ({"train": {"global_batch_size": 9}}, 8, "the nearest valid sizes are 8 and 12"),
         ({"parallel": {"expert_model_parallel_size": 2}}, 4, "no experts to cut"),
         (
             {"parallel": {"virtual_pipeline_model_parallel_size": 2}},
