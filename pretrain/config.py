@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
 from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
+from models.config_checks import above_and_below
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.manager import CheckpointConfig
@@ -174,6 +175,12 @@ def section_problems(config: PretrainConfig) -> list[str]:
             "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
             "set train.dtype=bf16, or optimizer.name=adamw"
         )
+    if config.data.isolate_documents and "/" in config.model.pattern:
+        found.append(
+            "data.isolate_documents does not go with multi-token prediction, which looks across "
+            f"documents; got model.pattern={config.model.pattern!r}; remove its '/', or set "
+            "data.isolate_documents=false"
+        )
     try:
         _ = train.batch_sizes
     except ConfigError as error:
@@ -241,7 +248,8 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
         return [
             "the number of processes must be a multiple of tensor_model_parallel_size * "
             f"pipeline_model_parallel_size * context_parallel_size = {tp} * {pp} * {cp} = "
-            f"{tp * pp * cp}; got {world}; start another number with torchrun, or change parallel"
+            f"{tp * pp * cp}; got {world}; start {above_and_below(world, tp * pp * cp)} with "
+            "torchrun, or change parallel"
         ]
     ranks, found = world // (tp * pp * cp), []
     virtual = parallel.virtual_pipeline_model_parallel_size
@@ -252,10 +260,11 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
             found += error.problems
             continue
         if virtual and virtual > 1 and micro_batches % pp:
+            near = above_and_below(size, train.micro_batch_size * ranks * pp)
             found.append(
                 "with virtual_pipeline_model_parallel_size the micro-batches of a step must be a "
                 f"multiple of pipeline_model_parallel_size={pp}; got {micro_batches}; change "
-                "train.global_batch_size"
+                f"train.global_batch_size: the next one is {near}"
             )
     return found
 
@@ -267,12 +276,12 @@ def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
         * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
         * parallel.pipeline_model_parallel_size
     )
-    if world % unit == 0:
+    if world % unit == 0 or "E" not in config.model.pattern:
         return []
     return [
         "the number of processes must be a multiple of expert_model_parallel_size * "
         f"expert_tensor_parallel_size * pipeline_model_parallel_size = {unit}; got {world}; start "
-        "another number with torchrun, or change parallel"
+        f"{above_and_below(world, unit)} with torchrun, or change parallel"
     ]
 
 
@@ -282,16 +291,22 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
         found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
-    remote = Remote(config.data)
-    for name, folder in _data_folders(config.data):
+    vocab, remote = config.model.vocab_size, Remote(config.data)
+    for name, folder in data_folders(config.data):
         try:
-            open_manifest(folder, remote)
+            size = open_manifest(folder, remote).vocab_size
+            if vocab is not None and size > vocab:
+                found.append(
+                    f"model.vocab_size must be at least the data's; it is {vocab} and {name} has "
+                    f"{size}: set it to {size}, or leave it unset to take the data's"
+                )
         except ConfigError as error:
             found.extend(f"{name}: {problem}" for problem in error.problems)
     return found
 
 
-def _data_folders(data: DataConfig) -> list[tuple[str, str]]:
+def data_folders(data: DataConfig) -> list[tuple[str, str]]:
+    """(setting, folder) of all shards that a run reads."""
     train, valid = data.train, data.valid
     found = (
         [("data.train", train)]

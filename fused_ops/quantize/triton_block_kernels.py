@@ -232,13 +232,13 @@ def _nearest_code(t):
 def _stochastic_code(t, u):
     """As _nearest_code, but floor(code's position + u); 0 <= u < 1 in 256ths.
 
-    Below 2 the sum with u rounds as in the definition; above, sums toward zero keep the floor.
+    Sums toward zero keep the floor of the exact sum.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .f32 a, x, r;
         abs.f32 a, $1;
         mul.rn.sat.f32 x, a, 0f3F000000;
-        fma.rn.f32 r, x, 0f40800000, $2;
+        fma.rz.f32 r, x, 0f40800000, $2;
         fma.rn.sat.f32 x, a, 0f3F000000, 0fBF800000;
         fma.rz.f32 r, x, 0f40000000, r;
         fma.rn.sat.f32 x, a, 0f3F000000, 0fC0000000;
