@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.formats import QuantizedTensor
-from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand
+from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Runs
 from fused_ops.operands import (
     Source,
     observe,
@@ -30,7 +30,7 @@ from fused_ops.operands import (
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
 
-__all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "linear"]
+__all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "Runs", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, call: LinearCall) -> Tensor:

@@ -19,7 +19,23 @@ Operand = QuantizedTensor | DecodedTensor | Tensor
 """Codes, what codes decode to, or a high-precision tensor used as it is."""
 
 
-Origin = tuple[int, int] | list[tuple[int, int, int]]
+Run = tuple[int, int]
+"""How many rows or columns in a row, and the global number of the first."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where the rows and columns of a local tensor lie in the global one, if not in one piece.
+
+    The lengths of each add up to the tensor's. A run that others follow must be a multiple of the
+    blocks and rotations along its axis, so that none of them crosses its end.
+    """
+
+    rows: tuple[Run, ...]
+    columns: tuple[Run, ...]
+
+
+Origin = tuple[int, int] | Runs
 
 
 class Comm(Protocol):
@@ -44,9 +60,9 @@ class Comm(Protocol):
     def origin(self, name: str) -> Origin:
         """Global (row, column) of element [0, 0] of the local tensor behind the operand `name`.
 
-        In the tensor's own layout: x is [tokens, in], w [out, in], dy [tokens, out]. If its rows
-        are several runs of the global tensor (a zigzag cut of the sequence, say), the runs in
-        order, each as (number of rows, global row, global column).
+        In the tensor's own layout: x is [tokens, in], w [out, in], dy [tokens, out]. `Runs` if it
+        is put together from several pieces of the global tensor: a zigzag cut of the sequence, or
+        output features that are cut part by part (gate and up).
         """
         ...
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.keys import sign_key, signs
-from fused_ops.linear_call import LinearCall, Operand
+from fused_ops.linear_call import LinearCall, Operand, Run, Runs
 from fused_ops.quantize import (
     DelayedScaling,
     amax_pair,
@@ -82,10 +82,10 @@ def as_source(call: LinearCall, x: Tensor | Source) -> Source:
 
 def amax_of(call: LinearCall, name: str, x: Tensor | Source, *, columns: bool = False) -> Tensor:
     """This rank's amax of an operand: fp32, after rotation where the operand is rotated."""
-    source = as_source(call, x)
+    source, spec = as_source(call, x), call.spec(name)
     if source.tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=source.tensor.device)
-    spec = call.spec(name)
+        rows = (source.tensor.shape[1 if columns else 0],) if spec.row_scaled else ()
+        return torch.zeros(rows, dtype=torch.float32, device=source.tensor.device)
     sign = signs(spec, call.key, name.split(".")[0], source.tensor.device)
     return source.amax(spec, columns, sign)
 
@@ -129,7 +129,7 @@ def quantize_operand(
     if spec.is_random:
         options["key"] = call.key.operand(name)
         origin = call.comm.origin(name)
-        if isinstance(origin, list):
+        if isinstance(origin, Runs):
             return _quantize_runs(x, spec, origin, options)
         options["origin"] = origin[::-1] if columns else origin
     if form == "codes":
@@ -147,9 +147,10 @@ def quantize_both(
     row, column = call.spec(names[0]), call.spec(names[1])
     x = source.tensor
     quantized = is_quantized(row) and is_quantized(column)
-    origin = call.comm.origin(names[0]) if quantized else []
+    origin = call.comm.origin(names[0])
     if (
-        isinstance(origin, list)
+        not quantized
+        or isinstance(origin, Runs)
         or origin[0] % 16
         or origin[1] % 16
         or call.implementation is not None
@@ -199,33 +200,70 @@ GEMM_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")
 
 
 def _quantize_runs(
-    x: Tensor, spec: OperandSpec, runs: list[tuple[int, int, int]], options: dict[str, Any]
+    x: Tensor, spec: OperandSpec, runs: Runs, options: dict[str, Any]
 ) -> QuantizedTensor:
-    """Each run of rows with its own origin, put together again."""
-    columns = options["columns"]
-    lengths = [rows for rows, _, _ in runs]
-    multiple = spec.multiple if columns else spec.block[0] if spec.block else 1
-    if sum(lengths) != len(x) or any(n % multiple for n in lengths):
-        raise ValueError(
-            f"runs of tokens must add up to {len(x)} rows and be multiples of {multiple} for "
-            f"{spec.label!r}, got {lengths}; change the sequence length or the way it is cut"
-        )
-    amax = options.pop("amax")
-    cut_amax = spec.row_scaled and not columns
-    amaxes = amax.split(lengths) if cut_amax else [amax] * len(lengths)
-    parts = [
-        quantize(part, spec, origin=(col, row) if columns else (row, col), amax=own, **options)
-        for part, own, (_, row, col) in zip(x.split(lengths), amaxes, runs)
-    ]
-    axis = 1 if columns else 0
+    """Each piece of x with its own origin, put together again."""
+    columns, amax = options["columns"], options.pop("amax")
+    # A single run is as long as the tensor: experts have their own numbers of rows.
+    rows = runs.rows if len(runs.rows) > 1 else ((x.shape[0], runs.rows[0][1]),)
+    cols = runs.columns if len(runs.columns) > 1 else ((x.shape[1], runs.columns[0][1]),)
+    runs = Runs(rows=rows, columns=cols)
+    _check_runs(x, spec, runs, columns)
+    own = _amax_pieces(amax, spec, runs.columns if columns else runs.rows)
+    bands = []
+    for i, (band, (_, row)) in enumerate(zip(x.split([n for n, _ in runs.rows]), runs.rows)):
+        parts = band.split([n for n, _ in runs.columns], 1)
+        pieces = [
+            quantize(
+                part,
+                spec,
+                origin=(column, row) if columns else (row, column),
+                amax=own[j if columns else i],
+                **options,
+            )
+            for j, (part, (_, column)) in enumerate(zip(parts, runs.columns))
+        ]
+        bands.append(_join(pieces, 0 if columns else 1))
+    return _join(bands, 1 if columns else 0)
+
+
+def _check_runs(x: Tensor, spec: OperandSpec, runs: Runs, columns: bool) -> None:
+    tile = spec.block[0] if spec.block else 1
+    for what, lengths, size, multiple in (
+        ("rows", [n for n, _ in runs.rows], x.shape[0], spec.multiple if columns else tile),
+        ("columns", [n for n, _ in runs.columns], x.shape[1], tile if columns else spec.multiple),
+    ):
+        if sum(lengths) != size or any(n % multiple for n in lengths[:-1]):
+            raise ValueError(
+                f"runs of {what} must add up to {size}, and all but the last be multiples of "
+                f"{multiple} for {spec.label!r}, got {lengths}; change the sequence length or the "
+                "way the layer is cut"
+            )
+
+
+def _amax_pieces(
+    amax: Tensor | None, spec: OperandSpec, along: Sequence[Run]
+) -> Sequence[Tensor | None]:
+    """The amax of each run along the operand's rows; those of row-scaled operands are their own."""
+    if amax is not None and spec.row_scaled:
+        return amax.split([n for n, _ in along])
+    return [amax] * len(along)
+
+
+def _join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
+    """Pieces of one operand beside (1) or below (0) each other."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     counts = [part.out_of_range for part in parts if part.out_of_range is not None]
+    rows, cols = first.shape
+    total = sum(part.shape[axis] for part in parts)
     return replace(
         first,
         codes=torch.cat([part.codes for part in parts], axis),
         scales=torch.cat([part.scales for part in parts], axis),
-        amax=torch.cat([part.amax for part in parts]) if cut_amax else first.amax,
-        shape=(first.shape[0], len(x)) if columns else (len(x), first.shape[1]),
+        amax=torch.cat([p.amax for p in parts]) if first.amax.dim() and axis == 0 else first.amax,
+        shape=(rows, total) if axis else (total, cols),
         out_of_range=torch.stack(counts).sum(0, dtype=torch.int32) if counts else None,
     )
 
@@ -283,17 +321,20 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     return weight if name == "fprop.w" else weight.t()
 
 
-def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
-    spec, gemm = call.spec(name), name.split(".")[0]
-    # What codes depend on besides the weight; those of dgrad may be made from the forward's.
+def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
+    """What codes depend on besides the weight; those of dgrad may be made from the forward's."""
+    spec = call.spec(name)
     dither = call.key.operand(name) if spec.is_random else ()
-    variant = (spec, sign_key(spec, call.key, gemm), dither, call.spec("fprop.w"))
+    return spec, sign_key(spec, call.key, name.split(".")[0]), dither, call.spec("fprop.w")
+
+
+def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
     kept = call.weight_codes if call.weight_codes is not None else WeightCodes()
 
     def build() -> QuantizedTensor:
         return _build(call, name, weight.detach(), expert)
 
-    return kept.get((name, expert), weight, call.weights_epoch, variant, build)
+    return kept.get((name, expert), weight, call.weights_epoch, _variant(call, name), build)
 
 
 def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:

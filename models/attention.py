@@ -7,16 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import attention as attention_layers, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from fused_ops.attention import Visible, attention
+from fused_ops.rope import rope, split_rope
 from models.comm import is_distributed
-from models.documents import document_ids
+from models.documents import Documents, document_ids
 from models.parallel_linear import ColumnParallelLinear
 
 
@@ -80,9 +85,10 @@ class CoreAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config)
-        if config.softmax_type != "vanilla":
+        if config.softmax_type not in ("vanilla", "learnable"):
             raise ValueError(
-                f"softmax_type {config.softmax_type!r} is not built here; use 'vanilla'"
+                f"softmax_type {config.softmax_type!r} is not built here; use 'vanilla' or "
+                "'learnable' (attention sinks)"
             )
         if attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"attention masks are causal here, got {attn_mask_type}")
@@ -93,6 +99,18 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp if is_distributed(pg_collection.cp) else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.tp_group = pg_collection.tp
+        self.softmax_offset = self._sinks(config) if config.softmax_type == "learnable" else None
+
+    def _sinks(self, config: Any) -> torch.nn.Parameter:
+        """One logit a head of this rank that no key has: it takes weight from the values."""
+        heads = config.num_attention_heads // self.tp_group.size()
+        sinks = torch.empty(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(sinks)
+        parameter = torch.nn.Parameter(sinks)
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
 
     def forward(
         self,
@@ -112,6 +130,10 @@ class CoreAttention(MegatronModule):
         if self.cp_group is not None:
             key = _GatherSequence.apply(key, self.cp_group)
             value = _GatherSequence.apply(value, self.cp_group)
+        if self.softmax_offset is not None:
+            mask = self._mask(query, key.shape[0], ids)
+            return self._attend_with_sinks(query, key, value, mask, dropout)
+        if self.cp_group is not None:
             visible = Visible(mask=self._mask(query, key.shape[0], ids))
         else:
             visible = Visible(
@@ -121,6 +143,45 @@ class CoreAttention(MegatronModule):
         with self._random_state(dropout):
             return attention(query, key, value, visible, dropout=dropout, scale=self.scale)
 
+    def _attend_with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float
+    ) -> Tensor:
+        """query [s, b, heads, d], key and value [keys, b, groups, d] -> [s, b, heads * d_value].
+
+        The sink's logit is one more column of the scores, whose value is zero. Scores in FP32.
+        """
+        assert self.softmax_offset is not None, "sinks are what this is for"
+        dtype = query.dtype
+        if not query.is_cuda:  # BF16 products are slow on a CPU
+            query, key, value = query.float(), key.float(), value.float()
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+        scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
+        scores = (query @ key.transpose(-1, -2)).float() * scale
+        scores = scores.masked_fill(~mask, float("-inf"))
+        sinks = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        with self._random_state(dropout):
+            weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
+        out = weights.to(value.dtype) @ value
+        return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut over the tensor-parallel ranks like the heads."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
     def _random_state(self, dropout: float) -> Any:
         # With sequence parallelism megatron-core has forked the state around the whole layer.
         if dropout == 0.0 or self.config.sequence_parallel:
@@ -129,9 +190,10 @@ class CoreAttention(MegatronModule):
 
     def _mask(self, query: Tensor, keys: int, documents: Tensor | None) -> Tensor:
         """Which key each query of this rank sees, bool [(b, 1,) s, keys]."""
-        assert self.cp_group is not None, "without context parallelism no mask is needed"
-        ranks, rank = self.cp_group.size(), dist.get_rank(self.cp_group)
-        position = zigzag_positions(query.shape[0], ranks, rank, query.device)
+        position = torch.arange(query.shape[0], device=query.device)
+        if self.cp_group is not None:
+            ranks, rank = self.cp_group.size(), dist.get_rank(self.cp_group)
+            position = zigzag_positions(query.shape[0], ranks, rank, query.device)
         gap = position.unsqueeze(-1) - torch.arange(keys, device=query.device)
         mask = gap >= 0
         if self.window is not None:
@@ -156,6 +218,23 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
             if hasattr(self, name):
                 ColumnParallelLinear.adopt(getattr(self, name))
 
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        """megatron-core's, without the object that names documents: it takes that for a packing
+        whose tokens have no batch axis. Core attention gets it all the same."""
+        if isinstance(packed_seq_params, Documents):
+            packed_seq_params = None
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, *args, **kwargs
+        )
+
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [s, b, h] -> compressed queries, and [compressed | rotary] keys and values.
 
@@ -171,3 +250,75 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
             return queries, mappings.scatter_to_sequence_parallel_region(keys, group=group)
         rotary = mappings.copy_to_tensor_model_parallel_region(keys[..., latent:], group=group)
         return queries, torch.cat([keys[..., :latent], rotary], -1)
+
+
+class SelfAttention(attention_layers.SelfAttention):
+    """megatron-core's self attention; queries, keys and values are split and rotated in one op.
+
+    megatron-core splits in one method and rotates later; here the first is told the angles. What
+    the op has no form for stays upstream's: interleaved pairs, YaRN's factor, inference caches.
+    """
+
+    _angles: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See megatron-core's Attention. rotary_pos_emb: angles [s, 1, 1, rotary], or None."""
+        skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        own = (
+            isinstance(rotary_pos_emb, Tensor)
+            and not self.config.rotary_interleaved
+            and self._yarn_concentration_factor == 1.0
+            and inference_context is None
+        )
+        self._angles = rotary_pos_emb if own and not skipped else None
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                *args,
+                rotary_pos_emb=None if own else rotary_pos_emb,
+                inference_context=inference_context,
+                **kwargs,
+            )
+        finally:
+            self._angles = None
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """[s, b, h] -> query [s, b, heads, d], key and value [s, b, groups, d], (gate)."""
+        groups, heads = self.num_query_groups_per_partition, self.num_attention_heads_per_partition
+        if output_gate or not split_qkv or self.config.num_query_groups < self.world_size:
+            query, key, *others = super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+            return (*self._rotated(query, key), *others)
+        mixed, _ = self.linear_qkv(hidden_states)
+        plain = self.q_layernorm is None and self.k_layernorm is None
+        query, key, value = split_rope(
+            mixed, self._angles if plain else None, heads // groups, self.key_hidden_size
+        )
+        if plain:
+            return query, key, value
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return (*self._rotated(query, key), value)
+
+    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self._angles is None:
+            return query, key
+        return rope(query, self._angles), rope(key, self._angles)

@@ -12,6 +12,11 @@ Which axis of which tensor is cut:
 
 With sequence parallelism a column layer gathers the tokens of x first, so x is whole there; the
 row layer's dy is whole because its reduce-scatter is outside the layer.
+
+A cut need not be in one piece. Context parallelism gives a rank two pieces of the sequence, and a
+column layer whose output has parts (gate and up; z, x, B, C and dt of Mamba) cuts each part by
+itself. The tokens of one expert that lie on different ranks have no order that all layouts share:
+their amax is shared, and their rows are only kept apart.
 """
 
 from dataclasses import dataclass
@@ -21,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_ops.linear import Runs
+from fused_ops.linear_call import Origin, Run
 from fused_ops.recipe import GemmRecipe
 
 Kind = Literal["column", "row", "duplicated"]
@@ -43,6 +50,8 @@ _CONTRACTED = {
     "wgrad.x": "tokens",
 }
 _AXES = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out")}
+# Rows by which the tokens of one expert on different ranks are kept apart in the dither.
+_RAGGED_STRIDE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,8 @@ class TensorParallelComm:
     """Ranks that share the weight (and, "duplicated", the tokens)."""
     cp_group: dist.ProcessGroup | None = None
     """Ranks that share the sequence."""
+    expert_group: dist.ProcessGroup | None = None
+    """Ranks that have the same experts and other tokens of the same micro-batch."""
     gather_tokens: bool = False
     """Sequence parallel column layer: gather x's first axis, reduce-scatter its gradient."""
     all_reduce_input_grad: bool = False
@@ -62,6 +73,8 @@ class TensorParallelComm:
     amax_scope: str = "layout_invariant"
     weight_shape: tuple[int, int] = (0, 0)
     """Local [out, in]."""
+    segments: tuple[int, ...] = ()
+    """Local sizes of the parts of `out` that are cut one by one; empty for a single part."""
     tokens: int = 0
     """Tokens of the GEMM on this rank: of its own part of the sequence only."""
 
@@ -100,20 +113,55 @@ class TensorParallelComm:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         return amax
 
-    def origin(self, name: str) -> tuple[int, int]:
-        """Global (row, column) of the first element of x, w or dy here.
+    def origin(self, name: str) -> Origin:
+        """Global (row, column) of the first element of x, w or dy here, or the runs it is made of.
 
-        Under context parallelism the tokens of a rank count as one run; its two pieces of the
-        sequence are not told apart.
+        A boundary between runs that is no multiple of the operand's blocks cannot be kept: the
+        runs then count as one, and the codes depend on the layout (`dimension_notes` in
+        `models.precision_table` says where).
         """
-        tensor = name.split(".")[1]
+        gemm, tensor = name.split(".")
+        row, column = (self._runs(tensor, axis) for axis in _AXES[tensor])
+        if len(row) == len(column) == 1:
+            return row[0][1], column[0][1]
+        spec = self.recipe.spec(gemm, tensor)
+        tile = spec.block[0] if spec.block else 1
+        contracted = _CONTRACTED[name]
+        along = {axis: spec.multiple if axis == contracted else tile for axis in _AXES[tensor]}
+        first, second = _AXES[tensor]
+        return Runs(rows=_whole(row, along[first]), columns=_whole(column, along[second]))
+
+    def _runs(self, tensor: str, axis: str) -> tuple[Run, ...]:
+        """The pieces of the global axis that this rank's part is put together from."""
         out_features, in_features = self.weight_shape
-        size = {"tokens": self.tokens, "out": out_features, "in": in_features}
-        start = dict.fromkeys(size, 0)
-        for axis, group in self._cuts(tensor):
-            start[axis] = dist.get_rank(group) * size[axis]
-        row, column = _AXES[tensor]
-        return start[row], start[column]
+        size = {"tokens": self.tokens, "out": out_features, "in": in_features}[axis]
+        groups = {group for cut, group in self._cuts(tensor) if cut == axis}
+        if not groups:
+            return ((size, 0),)
+        if axis == "tokens":
+            return self._token_runs()
+        (group,) = groups
+        rank, ranks = dist.get_rank(group), group.size()
+        parts = self.segments if axis == "out" and self.segments else (size,)
+        starts = [ranks * sum(parts[:i]) + rank * part for i, part in enumerate(parts)]
+        return tuple(zip(parts, starts))
+
+    def _token_runs(self) -> tuple[Run, ...]:
+        if self.expert_group is not None:
+            return ((self.tokens, dist.get_rank(self.expert_group) * _RAGGED_STRIDE),)
+        start, whole = 0, self.tokens
+        if self.kind == "duplicated" and self.tp_group is not None:
+            start, whole = dist.get_rank(self.tp_group) * self.tokens, whole * self.tp_group.size()
+        if self.cp_group is None or self.cp_group.size() == 1:
+            return ((self.tokens, start),)
+        rank, half = dist.get_rank(self.cp_group), whole // 2
+        pieces = ((0, rank), (half, 2 * self.cp_group.size() - 1 - rank))
+        runs = []
+        for first, piece in pieces:  # the part of [start, start + tokens) that lies in each piece
+            low, high = max(start, first), min(start + self.tokens, first + half)
+            if low < high:
+                runs.append((high - low, piece * half + low - first))
+        return tuple(runs)
 
     def _cuts(self, tensor: str) -> list[tuple[str, dist.ProcessGroup]]:
         """(axis, group) of each way in which x, w or dy is cut over more than one rank."""
@@ -124,9 +172,17 @@ class TensorParallelComm:
                 axis = "tokens"
             if axis is not None:
                 cuts.append((axis, self.tp_group))
-        if tensor != "w" and self.cp_group is not None and self.cp_group.size() > 1:
-            cuts.append(("tokens", self.cp_group))
+        for group in (self.cp_group, self.expert_group):
+            if tensor != "w" and group is not None and group.size() > 1:
+                cuts.append(("tokens", group))
         return cuts
+
+
+def _whole(runs: tuple[Run, ...], multiple: int) -> tuple[Run, ...]:
+    """The runs, or one in their place if a block would lie across the end of one."""
+    if any(length % multiple for length, _ in runs[:-1]):
+        return ((sum(length for length, _ in runs), runs[0][1]),)
+    return runs
 
 
 def token_count(x: Tensor, group_size: int = 1) -> int:

@@ -16,6 +16,7 @@ from fused_ops.errors import ConfigError
 from models.config_checks import layout_problems, read_megatron
 from models.pattern import Pattern, parse_pattern, pattern_problems, stage_problems
 from models.presets import get_preset, merge_preset
+from models.rotary import RopeScaling, note_concentration
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -41,6 +42,10 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of each head that is rotated."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies were stretched to a longer context: {type: llama3, factor: 8}."""
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """What qk_layernorm takes its mean over: each head, or all heads of a token (OLMo)."""
     tie_embeddings: bool = False
     """Whether the output layer uses the embedding's weight."""
     init_std: float | None = None
@@ -112,6 +117,12 @@ def model_problems(
             seq_length=model.seq_length,
             padded_vocab=padded_vocab_size(model, vocab_size) if vocab_size else None,
         )
+    tp, query_groups = parallel.tensor_model_parallel_size, values.get("num_query_groups")
+    if model.qk_norm_over == "all_heads" and query_groups and query_groups % tp:
+        problems.append(
+            f"model.qk_norm_over all_heads needs num_query_groups ({query_groups}) to be a "
+            f"multiple of tensor_model_parallel_size {tp}; use fewer tensor-parallel processes"
+        )
     for name in ("seq_length", "make_vocab_size_divisible_by", "vocab_size"):
         value = getattr(model, name)
         if value is not None and value < 1:
@@ -151,6 +162,8 @@ def transformer_config(
         raise ConfigError(
             f"model.megatron: megatron-core refuses these settings: {error}"
         ) from error
+    note_concentration(config, model.rope_scaling)
+    config.qk_norm_over = model.qk_norm_over
     # Sums of long BF16 products stay FP32 on the GPU (nothing to do with the formats themselves).
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return config

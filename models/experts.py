@@ -51,6 +51,8 @@ class GroupedLinear(GemmModule, torch.nn.Module):
         super().__init__()
         self.tp_group, self.ep_group = pg_collection.expt_tp, pg_collection.ep
         self.edp_group, self.skip_bias_add = pg_collection.expt_dp, skip_bias_add
+        self.expert_group = _token_group(pg_collection)
+        self.halves = 2 if self.column and config.gated_linear_unit else 1
         ranks = self.tp_group.size()
         if bias and ranks > 1:
             raise ValueError("biases of experts do not work with expert tensor parallelism")
@@ -87,8 +89,10 @@ class GroupedLinear(GemmModule, torch.nn.Module):
             kind="column" if self.column else "row",
             recipe=self.recipe,
             tp_group=self.tp_group,
+            expert_group=self.expert_group,
             amax_scope=self.amax_scope,
             weight_shape=(self.weight.shape[1], self.weight.shape[2]),
+            segments=(self.weight.shape[1] // 2,) * 2 if self.halves == 2 else (),
             tokens=token_count(x),
         )
         first = dist.get_rank(self.ep_group) * self.num_local_experts
@@ -125,6 +129,28 @@ class GroupedLinear(GemmModule, torch.nn.Module):
             )
             sharded[prefix + name] = cut.factory(parameter) if halves == 2 else cut.whole(parameter)
         return sharded
+
+
+_token_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+
+
+def _token_group(pg_collection: Any) -> dist.ProcessGroup | None:
+    """The ranks that have this rank's experts and other tokens of the same micro-batch.
+
+    Ranks of one context- and tensor-parallel plane share a micro-batch, those of one expert
+    data-parallel group have the same experts. None if this rank is alone.
+    """
+    plane = dist.get_process_group_ranks(pg_collection.tp_cp)
+    ranks = tuple(sorted(set(plane) & set(dist.get_process_group_ranks(pg_collection.expt_dp))))
+    if len(ranks) == 1:
+        return None
+    for group in (pg_collection.cp, pg_collection.tp, pg_collection.tp_cp):
+        if tuple(sorted(dist.get_process_group_ranks(group))) == ranks:
+            return group
+    key = (dist.group.WORLD, *ranks)
+    if key not in _token_groups:
+        _token_groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _token_groups[key]
 
 
 class RowGroupedLinear(GroupedLinear):

@@ -12,9 +12,11 @@ from fused_ops.cross_entropy import VocabShard, cross_entropy
 from models import micro_batch
 from models.config import ModelConfig, padded_vocab_size
 from models.documents import document_boundaries
+from models.embedding import Embedding
 from models.layer_specs import stack_spec
 from models.parallel_linear import GemmModule, OutputLayer
 from models.pattern import parse_pattern, staged_pattern
+from models.rotary import scaled_frequencies
 
 
 class HybridModel(hybrid_model.HybridModel):
@@ -38,14 +40,11 @@ class HybridModel(hybrid_model.HybridModel):
                     "multi-token prediction does not keep to document boundaries; set "
                     "data.isolate_documents to false or remove '/' from model.pattern"
                 )
-            if self.config.multi_latent_attention:
-                raise ValueError(
-                    "multi-latent attention does not keep to document boundaries yet; set "
-                    "data.isolate_documents to false or use '*' instead of '+' in model.pattern"
-                )
             ids = args[0] if args else kwargs["input_ids"]
             length = ids.shape[1] * self.pg_collection.cp.size()
-            kwargs["packed_seq_params"] = document_boundaries(cu_seqlens, ids.shape[0], length)
+            kwargs["packed_seq_params"] = document_boundaries(
+                cu_seqlens, ids.shape[0], length, ids.device
+            )
         return super().forward(*args, **kwargs)
 
     @property
@@ -117,8 +116,18 @@ def build_model(
         )
         if last:
             OutputLayer.adopt(chunk.output_layer)
+        if hasattr(chunk, "embedding") and not model.tie_embeddings:
+            Embedding.adopt(chunk.embedding.word_embeddings)
+        stretch_rotary(chunk, model)
         chunks.append(chunk)
     return chunks
+
+
+def stretch_rotary(owner: Any, model: ModelConfig) -> None:
+    """Apply `model.rope_scaling` to the frequencies of `owner.rotary_pos_emb`, where there are."""
+    rotary = getattr(owner, "rotary_pos_emb", None)
+    if rotary is not None and model.rope_scaling is not None:
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rope_scaling, model.rotary_base)
 
 
 def sizes(chunks: list[HybridModel]) -> dict[torch.dtype, int]:

@@ -10,7 +10,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -28,11 +28,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from models.attention import MLASelfAttention
+from models.attention import MLASelfAttention, SelfAttention
 from models.experts import MoELayer
 from models.mamba import MambaMixer
 from models.mlp import MLP, SharedExpertMLP
-from models.norm import Norm, ResidualNorm
+from models.norm import AllHeadsNorm, Norm, ResidualNorm
 from models.spec_provider import SpecProvider
 
 
@@ -93,7 +93,7 @@ def _attention(attention: ModuleSpec) -> ModuleSpec:
 
 
 def _self_attention(config: Any, provider: SpecProvider) -> ModuleSpec:
-    head_norm = Norm if config.qk_layernorm else None
+    norms = _head_norms(config)
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -101,10 +101,22 @@ def _self_attention(config: Any, provider: SpecProvider) -> ModuleSpec:
             linear_qkv=provider.column_parallel_linear(),
             core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            q_layernorm=norms[0],
+            k_layernorm=norms[1],
         ),
     )
+
+
+def _head_norms(config: Any) -> tuple[Any, Any]:
+    """The norms of queries and keys."""
+    if not config.qk_layernorm:
+        return None, None
+    if getattr(config, "qk_norm_over", "head") == "head":
+        return Norm, Norm
+    groups = config.num_query_groups or config.num_attention_heads
+    counts = (config.num_attention_heads, groups)
+    norms = [ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in counts]
+    return norms[0], norms[1]
 
 
 def _latent_attention(config: Any, provider: SpecProvider) -> ModuleSpec:

@@ -43,6 +43,7 @@ class MambaMixer(mamba_mixer.MambaMixer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with without_mamba_ssm():
             super().__init__(*args, **kwargs)
+        self.norm.eps = self.config.layernorm_epsilon  # upstream: 1e-5 whatever the config says
         self._keep_fp32()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MambaMixer":

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -60,6 +62,62 @@ class ResidualNorm(Norm):
         if self.bias is not None:
             return super().forward(x)
         return rmsnorm_and_input(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks whose results are used on each of them: its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        total = dy.clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """RMSNorm of queries or keys over all heads of a token together, as OLMo's models have it.
+
+    Heads are cut over the tensor-parallel ranks; the mean is taken over all of them.
+    """
+
+    def __init__(
+        self, config: Any, hidden_size: int, eps: float = 1e-5, heads: int = 1, **unused: Any
+    ) -> None:
+        super().__init__()
+        self.eps, self.features = eps, heads * hidden_size
+        self.tp_group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        local = heads // self.tp_group.size() * hidden_size
+        weight = torch.ones(local, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads of this rank, features of a head] -> the same; statistics in FP32."""
+        total = x.float().square().sum((-1, -2), keepdim=True)
+        if self.tp_group.size() > 1:
+            total = _SumOverRanks.apply(total, self.tp_group)
+        scale = torch.rsqrt(total / self.features + self.eps)
+        return (x.float() * scale * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight, cut over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 class GroupNorm(torch.nn.Module):

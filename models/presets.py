@@ -44,6 +44,9 @@ _SECTION_KEYS = (
     "vocab_size",
     "position_embedding",
     "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "qk_norm_over",
     "tie_embeddings",
 )
 

@@ -15,8 +15,10 @@ fails or the time is over, its siblings are killed (they would wait for it for e
 raises RuntimeError with every rank's output, each line with its rank.
 """
 
+import contextlib
 import importlib.util
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,10 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port of this machine that nobody listens on now.
+
+    Below those that the system hands out by itself: gloo takes many of them, and the ranks listen
+    only when they have imported torch.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_distributed(

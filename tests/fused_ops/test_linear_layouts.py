@@ -8,7 +8,7 @@ import torch
 
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.keys import OPERANDS, StreamKey
-from fused_ops.linear import LinearCall, LocalComm, linear
+from fused_ops.linear import LinearCall, LocalComm, Runs, linear
 from fused_ops.operands import amax_of, quantize_operand
 from fused_ops.quantize import quantize
 from fused_ops.recipe import RECIPES, recipe_from_dict
@@ -119,7 +119,7 @@ def test_zigzag_runs_of_tokens(recipe):
     """Context parallel: rank 0 of 2 holds the first and last of four chunks of the sequence."""
     call = LinearCall(recipe=recipe, key=KEY)
     dy = torch.randn(512, OUT).bfloat16()
-    runs = [(128, 0, 0), (128, 384, 0)]
+    runs = Runs(rows=((128, 0), (128, 384)), columns=((OUT, 0),))
     part = torch.cat([dy[:128], dy[384:]])
     for name in ("dgrad.dy", "wgrad.dy"):
         columns = is_columns(name)
@@ -133,9 +133,35 @@ def test_zigzag_runs_of_tokens(recipe):
             assert torch.equal(getattr(own, field), torch.cat([first, last], axis)), (name, field)
         assert own.shape == ((OUT, 256) if columns else (256, OUT))
     if call.spec("dgrad.dy").is_random:
-        bad = replace(call, comm=Shard(origins={"wgrad.dy": [(100, 0, 0), (156, 384, 0)]}))
+        broken = Runs(rows=((100, 0), (156, 384)), columns=((OUT, 0),))
+        bad = replace(call, comm=Shard(origins={"wgrad.dy": broken}))
         with pytest.raises(ValueError, match=r"multiples of \d+ for .* got \[100, 156\]"):
             quantize_operand(bad, "wgrad.dy", part, columns=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES_HERE, ids=lambda recipe: recipe.name)
+def test_parts_of_the_output_that_are_cut_one_by_one(recipe):
+    """Gate and up, on rank 1 of 2 and in a zigzag piece of the sequence, byte for byte."""
+    call = LinearCall(recipe=recipe, key=KEY)
+    dy = tensors()["dy"][:256]
+    gate, up = dy[:, :128], dy[:, 128:]
+    swapped = torch.cat([up[128:], gate[128:]], 1)
+    for name in ("dgrad.dy", "wgrad.dy"):
+        columns = is_columns(name)
+        whole = quantize_operand(call, name, dy, columns=columns)
+        amax = amax_of(call, name, dy, columns=columns)
+        runs = Runs(rows=((128, 128),), columns=((128, 128), (128, 0)))
+        comm = Shard({name: amax}, {name: runs})
+        own = quantize_operand(replace(call, comm=comm), name, swapped, columns=columns)
+        rows, along = (1, 0) if columns else (0, 1)
+        for field in ("codes", "scales"):
+            expected = getattr(whole, field).chunk(2, rows)[1]
+            first, second = expected.chunk(2, along)
+            assert torch.equal(getattr(own, field), torch.cat([second, first], along)), (
+                name,
+                field,
+            )
+        assert own.shape == ((OUT, 128) if columns else (128, OUT))
 
 
 def run(call, x, w, dy):

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an operand lies in the whole, and which ranks share its amax."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fused_ops.formats import OperandSpec
+from fused_ops.linear import Runs
 from fused_ops.recipe import GemmRecipe
 from models import comm as module
 from models.comm import TensorParallelComm
@@ -16,8 +19,11 @@ OTHER = torch.tensor([1.0, 9.0])  # what the other rank holds
 class Group:
     """Two ranks, of which this process is the second."""
 
+    def __init__(self, size=2, rank=1):
+        self.number, self.rank = size, rank
+
     def size(self):
-        return 2
+        return self.number
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +37,7 @@ def two_ranks(monkeypatch):
         tensor.copy_(torch.maximum(tensor, other))
 
     monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(module.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: group.rank)
 
 
 def make(kind, recipe=None, **changes):
@@ -52,12 +58,60 @@ def make(kind, recipe=None, **changes):
         ("column", {"x": (0, 0), "w": (48, 0), "dy": (0, 48)}),
         ("row", {"x": (0, 32), "w": (0, 32), "dy": (0, 0)}),
         ("duplicated", {"x": (16, 0), "w": (0, 0), "dy": (16, 0)}),
-        ("context", {"x": (16, 0), "w": (0, 0), "dy": (16, 0)}),
     ],
 )
 def test_origins(kind, places):
     for name in OPERANDS:
         assert make(kind).origin(name) == places[name.split(".")[1]], name
+
+
+ZIGZAG = ((8, 8), (8, 16))  # the second and third quarter of 32 tokens
+
+
+def test_context_parallel_tokens_are_two_runs():
+    comm = make("context")
+    assert comm.origin("dgrad.w") == (0, 0)
+    assert comm.origin("dgrad.dy") == Runs(rows=ZIGZAG, columns=((48, 0),))
+    assert comm.origin("fprop.x") == Runs(rows=ZIGZAG, columns=((32, 0),))
+
+
+def test_runs_that_cut_a_block_count_as_one():
+    """wgrad's blocks lie along the tokens: 16 of them are no two pieces of 8."""
+    spec = OperandSpec(format="nvfp4", rounding="stochastic")
+    comm = make("context", GemmRecipe(name="sr", dgrad_dy=spec, wgrad_dy=spec))
+    assert comm.origin("wgrad.dy") == Runs(rows=((16, 8),), columns=((48, 0),))
+    assert comm.origin("dgrad.dy") == Runs(rows=ZIGZAG, columns=((48, 0),))
+    wide = replace(comm, tokens=64)
+    assert wide.origin("wgrad.dy").rows == ((32, 32), (32, 64))
+
+
+def test_duplicated_layers_hold_a_part_of_a_zigzag_cut():
+    """The second half of a context-parallel rank's tokens is its second piece."""
+    comm = replace(make("duplicated"), cp_group=Group())
+    assert comm.origin("dgrad.dy") == (32, 0)
+    first = replace(comm, tp_group=Group(rank=0))
+    assert first.origin("dgrad.dy") == (16, 0)
+    across = replace(comm, tp_group=Group(3), tokens=8)  # tokens 8 to 15 of 24 in pieces of 12
+    assert across.origin("dgrad.dy").rows == ((4, 20), (4, 24))
+
+
+def test_parts_of_the_output_have_their_own_places():
+    """Gate and up; z, x, B, C and dt: each is cut over the ranks by itself."""
+    comm = make("column", segments=(24, 24))
+    assert comm.origin("dgrad.dy") == Runs(rows=((16, 0),), columns=((24, 24), (24, 72)))
+    assert comm.origin("fprop.w") == Runs(rows=((24, 24), (24, 72)), columns=((32, 0),))
+    assert comm.origin("fprop.x") == (0, 0)
+    mamba = make("column", segments=(16, 16, 8, 4, 4))
+    starts = (16, 48, 72, 84, 92)
+    assert mamba.origin("wgrad.dy").columns == tuple(zip((16, 16, 8, 4, 4), starts))
+
+
+def test_tokens_of_an_expert_on_other_ranks_share_an_amax_and_no_row():
+    comm = replace(make("row"), tp_group=None, expert_group=Group())
+    assert float(comm.reduce_amax("wgrad.x", torch.tensor(5.0))) == 9.0
+    assert float(comm.reduce_amax("fprop.w", torch.tensor(5.0))) == 5.0
+    row, column = comm.origin("dgrad.dy")
+    assert (row, column) == (1 << 24, 0)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_unknown_key_names_the_nearest():
         ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size"),
         ("gradient_accumulation_fusion", True, "apex"),
         ("init_method", "normal", "cannot be set in a file"),
-        ("activation_func", "tanh", "silu, gelu, relu, squared_relu; got 'tanh'"),
+        ("activation_func", "tanh", "silu, gelu, relu, squared_relu, quick_gelu; got 'tanh'"),
         ("hidden_size", "wide", "valid integer"),
         ("recompute_modules", ["moe_act", "mlp"], "moe_act cannot be recomputed"),
         ("multi_latent_attention", True, "'+' is such a layer"),

@@ -43,7 +43,7 @@ class Poison(Callback):
             named = dict(pair for model in models for pair in named_gemms(model))
             targets = [named[POISON]] if math.isnan(self.factor) else models
             self.handles = [target.register_forward_hook(self.hook) for target in targets]
-        first = trainer.loader.samples(trainer.state.consumed_samples)[0]
+        first = trainer.loader.step_samples(trainer.state.consumed_samples)[0]
         self.active = first == (self.step - 1) * BATCH
 
     def hook(self, module, inputs, output):

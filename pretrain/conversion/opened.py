@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint opened for conversion: its tensors, model section, vocabulary and carried files."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_ops.errors import ConfigError
+from models.config import ModelConfig, padded_vocab_size
+from models.conversion.expected import Expected, expected_tensors
+from models.conversion.safetensors import TensorSpec
+from models.pattern import parse_pattern
+from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.io import load_json
+from pretrain.checkpoint.layout import STATE
+from pretrain.checkpoint.tensors import TensorReader
+from pretrain.config import DTYPES, PretrainConfig, make_config
+from pretrain.data.manifest import load_manifest
+
+CARRIED = "hf."
+"""Files of a model folder travel in a checkpoint under their name with this in front."""
+
+
+def process_groups() -> Any:
+    """megatron-core's groups of this one process."""
+    from models.config import ParallelConfig
+    from pretrain.initialize import initialize
+
+    return initialize(ParallelConfig()).groups
+
+
+@dataclass
+class OpenCheckpoint:
+    """One step of a run (or an import), by what a conversion needs of it."""
+
+    path: Path
+    state: dict[str, Any]
+    config: PretrainConfig
+    vocab_size: int
+    reader: TensorReader
+
+    @property
+    def section(self) -> ModelConfig:
+        """The `model` section, with the vocabulary filled in."""
+        from dataclasses import replace
+
+        return replace(self.config.model, preset=None, vocab_size=self.vocab_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return DTYPES[self.config.train.dtype]
+
+    @property
+    def step(self) -> int:
+        """Steps of training."""
+        return int(self.state["step"])
+
+    @cached_property
+    def expected(self) -> Expected:
+        """The tensors that the model has; computed from the model, not from the files."""
+        return expected_tensors(self.section, self.vocab_size, self.dtype, process_groups())
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """The model's tensors as they are stored. ConfigError when some are missing or differ."""
+        problems, found = [], {}
+        for name, spec in self.expected.tensors.items():
+            if name not in self.reader:
+                problems.append(f"{self.path.name} lacks {name}, a tensor of its model")
+            elif self.reader.shape(name) != spec.shape:
+                problems.append(
+                    f"{self.path.name}: {name} is {self.reader.shape(name)}, and {spec.shape} by "
+                    "its configuration"
+                )
+            else:
+                found[name] = TensorSpec(spec.shape, self.reader.dtype(name))
+        if problems:
+            raise ConfigError(problems[:8])
+        return found
+
+    def unused(self) -> list[str]:
+        """Tensors in the files that are no part of the model, those of the optimizer aside."""
+        known = self.expected.tensors
+        return [
+            name for name in self.reader if name not in known and not name.startswith("optimizer.")
+        ]
+
+    def carried(self) -> dict[str, Path]:
+        """Files of a model folder that came with an import, by their own names."""
+        return {p.name.removeprefix(CARRIED): p for p in sorted(self.path.glob(CARRIED + "*"))}
+
+
+def open_checkpoint(path: Path, vocab_size: int | None = None) -> OpenCheckpoint:
+    """The newest whole checkpoint that `path` means. ConfigError, CheckpointError."""
+    found = find_latest(path)
+    if found is None:
+        raise ConfigError(
+            f"CKPT_DIR must hold a checkpoint; {path} holds none; give a run's checkpoints folder "
+            "(runs/NAME/checkpoints) or one step of it"
+        )
+    state = load_json(found.path / STATE)
+    config = make_config(state["config"])
+    reader = TensorReader(found.path)
+    vocab_size = vocab_size or config.model.vocab_size or _vocabulary_of_data(config)
+    padded = padded_vocab_size(config.model, vocab_size)
+    embedding = "embedding.word_embeddings.weight"
+    if embedding in reader and reader.shape(embedding)[0] != padded:
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} is padded to {padded} rows, but {found.path.name} has "
+            f"{reader.shape(embedding)[0]}; give the true one with --vocab-size"
+        )
+    return OpenCheckpoint(found.path, state, config, vocab_size, reader)
+
+
+def _vocabulary_of_data(config: PretrainConfig) -> int:
+    train = config.data.train
+    folder = train if isinstance(train, str) else train[0].path
+    try:
+        return load_manifest(folder).vocab_size
+    except ConfigError:
+        raise ConfigError(
+            "the vocabulary's size is needed to cut padding off; model.vocab_size is not set and "
+            f"{folder} is not there to ask; give --vocab-size"
+        ) from None
+
+
+def prediction_depths(section: ModelConfig) -> int:
+    """Multi-token prediction depths of a section."""
+    return parse_pattern(section.pattern).mtp_depths

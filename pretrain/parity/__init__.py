@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One toy trained in every layout from one checkpoint, and compared with one process."""

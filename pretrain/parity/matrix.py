@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix: every layout of every case against one process, with the bound of each."""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fused_ops.errors import ConfigError
+from pretrain.config import PretrainConfig, layout_start_problems
+from pretrain.parity.layouts import Layout, parse_layout, shares_experts_over_samples
+from pretrain.parity.orders import summed_in_halves
+from pretrain.parity.ranks import Ranks, RanksFailed
+from pretrain.parity.toy import SAMPLES, Case, read_case, run_config
+from pretrain.parity.train import (
+    IN_ORDER,
+    ONE_PROCESS,
+    Trajectory,
+    build,
+    save_weights,
+    train,
+    weights_of,
+)
+
+FIGURES = ("loss", "grad_norm", "weight", "update")
+FP32_BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "weight": 1e-5, "update": 1e-4}
+"""An update is far smaller than a weight, and has the rounding of the weight in full."""
+BAND_FACTOR = 3.0
+"""One more draw of a noise exceeds so many times the largest of five in one case of a thousand."""
+_SHIFTS = (1, 3, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far two trainings lie apart; each the largest over steps or weights."""
+
+    loss: float
+    """Of losses, relative."""
+    grad_norm: float
+    """Of gradient norms, relative."""
+    weight: float
+    """Of single weights, relative to the largest of their tensor."""
+    update: float
+    """Of the changes of a tensor: root mean square, relative to that of the changes; the mean over
+    tensors, since the changes of one may be little more than noise."""
+    worst: str = ""
+    """The tensor whose changes differ most."""
+
+    def exceeds(self, bound: "Difference") -> list[str]:
+        """Which of the figures is above the bound."""
+        return [name for name in FIGURES if not getattr(self, name) <= getattr(bound, name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the matrix."""
+
+    case: Case
+    layout: Layout
+    difference: Difference | None = None
+    """None: it did not run."""
+    bound: Difference | None = None
+    band: str = ""
+    """Where the bound comes from."""
+    refused: str = ""
+    """Why the pattern or the recipe cannot have this layout: refused before anything starts."""
+    failed: str = ""
+    """What a rank said when it should have trained."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether it ran within its bound."""
+        if self.difference is None or self.bound is None:
+            return False
+        return not self.difference.exceeds(self.bound)
+
+
+@dataclass
+class _Reference:
+    """One process: where it starts, where it comes to, and its bands."""
+
+    start: Path
+    start_weights: dict[str, torch.Tensor]
+    trajectory: Trajectory
+    weights: dict[str, torch.Tensor]
+    bands: dict[str, Difference] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be compared.
+
+    Args:
+        layouts, patterns, recipes: every combination of the three; see `parse_layout`, `read_case`.
+        gpus: 0 trains on the CPU with gloo; else at most so many GPUs with NCCL.
+        steps: optimizer steps of each training.
+        draws: orders of summation that make a band.
+        timeout: seconds that the ranks of one number of processes may take.
+    """
+
+    layouts: Sequence[str]
+    patterns: Sequence[str]
+    recipes: Sequence[str]
+    gpus: int = 0
+    steps: int = 3
+    timeout: float = 3600.0
+    draws: int = 5
+
+    def combinations(self) -> list[tuple[Case, Layout]]:
+        """Every case with every layout."""
+        layouts = [parse_layout(name) for name in dict.fromkeys(self.layouts)]
+        return [
+            (read_case(pattern, recipe, self.steps), layout)
+            for pattern in dict.fromkeys(self.patterns)
+            for recipe in dict.fromkeys(self.recipes)
+            for layout in layouts
+        ]
+
+    @property
+    def device(self) -> str:
+        """Of the ranks."""
+        return "cuda" if self.gpus else "cpu"
+
+
+def refusal(case: Case, layout: Layout, gpus: int) -> str:
+    """Why this cannot run, or nothing."""
+    if gpus and layout.processes > gpus:
+        return f"it needs {layout.processes} GPUs, and {gpus} are given"
+    try:
+        config: PretrainConfig = run_config(case, layout)
+    except ConfigError as error:
+        return "; ".join(error.problems)
+    return "; ".join(layout_start_problems(config, layout.processes))
+
+
+def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Iterator[Row]:
+    """Trains everything and yields a row for each combination, in order.
+
+    Raises:
+        ConfigError: a name that is no layout, pattern or recipe.
+    """
+    combinations = plan.combinations()
+    _check_names(plan)
+    refused = {
+        (case, layout.name): refusal(case, layout, plan.gpus) for case, layout in combinations
+    }
+    wanted = [pair for pair in combinations if not refused[pair[0], pair[1].name]]
+    with tempfile.TemporaryDirectory(prefix="parity-") as name:
+        folder = Path(name)
+        cases = list(dict.fromkeys(case for case, _ in wanted))
+        starts = {case: _start(case, plan.device, folder) for case in cases}
+        groups = {
+            count: _ranks(count, [p for p in wanted if p[1].processes == count], starts, plan)
+            for count in sorted({layout.processes for _, layout in wanted})
+        }
+        failures: dict[int, str] = {}
+        references: dict[Case, _Reference] = {}
+        for count, start in groups.items():
+            say(f"{count} processes")
+            ranks = start()
+            try:
+                for case in cases:
+                    if case not in references:
+                        references[case] = _reference(case, wanted, starts[case], folder, plan)
+                ranks.wait(plan.timeout)
+            except RanksFailed as error:
+                failures[count] = str(error)
+            finally:
+                ranks.stop()
+        for case, layout in combinations:
+            if text := refused[case, layout.name]:
+                yield Row(case=case, layout=layout, refused=text)
+                continue
+            yield _row(case, layout, references[case], folder, plan, failures)
+
+
+def _check_names(plan: Plan) -> None:
+    """Names that are wrong in every layout are the user's mistake, not a refusal."""
+    problems: list[str] = []
+    for pattern in plan.patterns:
+        for recipe in plan.recipes:
+            try:
+                run_config(read_case(pattern, recipe, plan.steps), ONE_PROCESS)
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+
+
+def _start(case: Case, device: str, folder: Path) -> Path:
+    place = folder / f"start-{_key(case)}"
+    save_weights(build(case, ONE_PROCESS, device), place)
+    return place
+
+
+def _key(case: Case) -> str:
+    text = f"{case.pattern}-{case.recipe}-{case.dtype}"
+    return "".join(f"{ord(c):x}" if c in "*/+|" else c for c in text)
+
+
+def _ranks(
+    count: int,
+    pairs: Sequence[tuple[Case, Layout]],
+    starts: dict[Case, Path],
+    plan: Plan,
+) -> Callable[[], Ranks]:
+    names = [layout.name for _, layout in pairs]  # one layout after the other: its groups are kept
+    tasks = [
+        {
+            "name": f"{_key(case)}-{layout.name}",
+            "case": vars(case),
+            "layout": layout.name,
+            "start": str(starts[case]),
+        }
+        for case, layout in sorted(pairs, key=lambda pair: names.index(pair[1].name))
+    ]
+    request = {"device": plan.device, "tasks": tasks}
+    folder = next(iter(starts.values())).parent
+    return lambda: Ranks(folder / f"ranks{count}", count, request)
+
+
+def _reference(
+    case: Case, wanted: Sequence[tuple[Case, Layout]], start: Path, folder: Path, plan: Plan
+) -> _Reference:
+    """One process as it is, and as its rounding alone would have it."""
+    engine = build(case, ONE_PROCESS, plan.device)
+    trajectory = train(case, engine, start)
+    save_weights(engine, folder / f"one-{_key(case)}")
+    reference = _Reference(
+        start=start,
+        start_weights=weights_of(case, engine, start),
+        trajectory=trajectory,
+        weights=weights_of(case, engine, folder / f"one-{_key(case)}"),
+    )
+    if case.name == "fp32":
+        return reference
+    own = [layout for other, layout in wanted if other == case]
+    reference.bands["orders"] = _band(
+        [_again(case, reference, folder, plan, order=i) for i in range(plan.draws)]
+    )
+    if any(shares_experts_over_samples(layout, case.pattern) for layout in own):
+        tokens = [_again(case, reference, folder, plan, shift=shift) for shift in _SHIFTS]
+        reference.bands["tokens"] = _band([*tokens, reference.bands["orders"]])
+    return reference
+
+
+def _again(
+    case: Case,
+    reference: _Reference,
+    folder: Path,
+    plan: Plan,
+    *,
+    order: int | None = None,
+    shift: int = 0,
+) -> Difference:
+    """One process with another order of summation, or with its samples in other places."""
+    engine = build(case, ONE_PROCESS, plan.device)
+    places = tuple((sample + shift) % SAMPLES for sample in IN_ORDER)
+    if order is None:
+        trajectory = train(case, engine, reference.start, places)
+    else:
+        with summed_in_halves(order):
+            trajectory = train(case, engine, reference.start, places)
+    place = folder / f"again-{_key(case)}-{order}-{shift}"
+    save_weights(engine, place)
+    return compare(reference, trajectory, weights_of(case, engine, place))
+
+
+def compare(
+    reference: _Reference, trajectory: Trajectory, weights: dict[str, torch.Tensor]
+) -> Difference:
+    """Largest differences of a training from the reference."""
+    losses = zip(trajectory.losses, reference.trajectory.losses)
+    norms = zip(trajectory.grad_norms, reference.trajectory.grad_norms)
+    weight, updates = 0.0, {}
+    for name, expected in reference.weights.items():
+        difference = (weights[name] - expected).double()
+        moved = (expected - reference.start_weights[name]).double()
+        weight = max(weight, _ratio(difference.abs().max(), expected.abs().max()))
+        updates[name] = _ratio(difference.norm(), moved.norm())
+    return Difference(
+        loss=max(abs(a - b) / abs(b) for a, b in losses),
+        grad_norm=max(abs(a - b) / abs(b) for a, b in norms),
+        weight=weight,
+        update=sum(updates.values()) / len(updates),
+        worst=max(updates, key=lambda name: updates[name]),
+    )
+
+
+def _ratio(part: torch.Tensor, whole: torch.Tensor) -> float:
+    """part / whole; 0 of 0 is 0, and NaN stays."""
+    if float(part) == 0.0:
+        return 0.0
+    return float(part) / float(whole) if float(whole) else math.inf
+
+
+def _band(draws: Sequence[Difference]) -> Difference:
+    return _difference({name: max(getattr(d, name) for d in draws) for name in FIGURES})
+
+
+def _difference(figures: dict[str, float]) -> Difference:
+    return Difference(
+        loss=figures["loss"],
+        grad_norm=figures["grad_norm"],
+        weight=figures["weight"],
+        update=figures["update"],
+    )
+
+
+def bound_of(case: Case, layout: Layout, bands: dict[str, Difference]) -> tuple[Difference, str]:
+    """What a layout may differ by, and why."""
+    if case.name == "fp32":
+        return _difference(FP32_BOUNDS), "fp32"
+    kind = "tokens" if shares_experts_over_samples(layout, case.pattern) else "orders"
+    wide = {
+        name: max(FP32_BOUNDS[name], BAND_FACTOR * getattr(bands[kind], name)) for name in FIGURES
+    }
+    return _difference(wide), kind
+
+
+def _row(
+    case: Case,
+    layout: Layout,
+    reference: _Reference,
+    folder: Path,
+    plan: Plan,
+    failures: dict[int, str],
+) -> Row:
+    place = folder / f"ranks{layout.processes}" / f"{_key(case)}-{layout.name}"
+    report = place.with_name(place.name + ".json")
+    if not report.exists():
+        text = failures.get(layout.processes, "no rank left a result")
+        return Row(case=case, layout=layout, failed=text)
+    trajectory = Trajectory(**json.loads(report.read_text()))
+    engine = build(case, ONE_PROCESS, plan.device)
+    bound, kind = bound_of(case, layout, reference.bands)
+    return Row(
+        case=case,
+        layout=layout,
+        difference=compare(reference, trajectory, weights_of(case, engine, place)),
+        bound=bound,
+        band=kind,
+    )

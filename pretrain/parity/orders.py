@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process gives when only its sums come in another order: the band of the comparison.
+
+Two layouts that compute the same codes still sum in another order, and then round. Every GEMM of
+the linear layers takes its contraction here as the sum of two halves, drawn at random, that are
+each rounded to the output's type: what two tensor-parallel ranks do. (Another order of one sum is
+no draw: products of codes are so short that FP32 sums of a toy's many are exact.)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops import grouped_linear, linear
+from fused_ops.scaled_matmul.reference import Operand, alpha, values
+
+
+@contextmanager
+def summed_in_halves(seed: int) -> Iterator[None]:
+    """Inside, the GEMMs of linear layers and experts sum two halves, which `seed` draws."""
+
+    def product(
+        a: Operand,
+        b: Operand,
+        *,
+        out_dtype: torch.dtype,
+        accumulate: Tensor | None = None,
+        bias: Tensor | None = None,
+        decode: str = "exact",
+        implementation: Any = None,
+    ) -> Tensor:
+        left, right = values(a, decode), values(b, decode)
+        generator = torch.Generator().manual_seed(seed)
+        index = torch.randperm(left.shape[1], generator=generator).to(left.device)
+        factor = alpha(a, b)
+        total: Tensor | None = accumulate
+        for part in index.chunk(2):
+            own = left[:, part] @ right[:, part].t()
+            own = own if factor is None else own * factor
+            if accumulate is not None:
+                accumulate.add_(own)
+            else:
+                own = own.to(out_dtype)
+                total = own if total is None else total + own
+        assert total is not None, "a contraction over nothing"
+        return total if bias is None else (total + bias.to(total.dtype))
+
+    before = linear.scaled_matmul, grouped_linear.scaled_matmul
+    linear.scaled_matmul = grouped_linear.scaled_matmul = product  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        linear.scaled_matmul, grouped_linear.scaled_matmul = before

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of conversions: exit statuses, what it prints, files that travel."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.models import hf_toys
+from tools import convert
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = hf_toys.make_toy("qwen2", tmp_path_factory.mktemp("toy") / "hf", dtype="bfloat16")
+    (place / "tokenizer.json").write_text('{"model": {}}')
+    (place / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (place / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 7}')
+    hf_toys.edit_config(place, eos_token_id=7, a_key_of_nobody="kept")
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("imported") / "checkpoints"
+    assert convert.main(["import", str(folder), str(place)]) == 0
+    return place
+
+
+def test_import_export_verify(folder, checkpoints, tmp_path, capsys):
+    assert convert.main(["export", str(checkpoints), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "verified: one model" in said
+    assert "26 tensors of the model folder compared" in said
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["a_key_of_nobody"], config["eos_token_id"]) == ("kept", 7)
+    assert config["dtype"] == "bfloat16"
+    assert convert.main(["verify", str(checkpoints), str(tmp_path / "out")]) == 0
+    assert convert.main(["export", str(checkpoints), str(tmp_path / "out")]) == 2
+    assert "HF_DIR must be new or empty" in capsys.readouterr().err
+
+
+def test_a_false_folder_is_exit_status_1(folder, checkpoints, tmp_path, capsys):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][5, 5] += 0.5
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert convert.main(["verify", str(checkpoints), str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED: model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight" in said
+    assert "FAILED: logits: layer 0 is the first to diverge" in said
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert convert.main(["import", str(tmp_path), str(tmp_path / "new")]) == 1
+    assert "model.norm.weight is needed" in capsys.readouterr().err
+
+
+def test_mistakes_are_exit_status_2(folder, checkpoints, tmp_path, capsys):
+    assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
+    assert "HF_DIR must hold config.json" in capsys.readouterr().err
+    assert convert.main(["import", str(folder), str(checkpoints)]) == 2
+    assert "CKPT_DIR must be new" in capsys.readouterr().err
+    assert convert.main(["export", str(tmp_path), str(tmp_path / "h")]) == 2
+    assert "CKPT_DIR must hold a checkpoint" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors")
+    assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
+    assert "did you mean llama?" in capsys.readouterr().err
+
+
+def test_inspect(folder, checkpoints, tmp_path, capsys):
+    assert convert.main(["inspect", str(folder), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "26 tensors of bfloat16" in said
+    assert "verified: whole" in said
+    assert convert.main(["inspect", str(checkpoints), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "decoder.layers.0.self_attention.linear_qkv.bias" in said
+    assert "[64]" in said
+    assert "step        0, holds model" in said
+    shard = next(checkpoints.rglob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy = tmp_path / "step_00000000"
+    copy.mkdir()
+    for path in shard.parent.iterdir():
+        (copy / path.name).write_bytes(bytes(data) if path == shard else path.read_bytes())
+    assert convert.main(["inspect", str(copy), "--verify"]) == 2
+    assert "__0_0.distcp is damaged" in capsys.readouterr().err
+
+
+def test_as_a_script_its_folder_shadows_nothing(folder, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "convert.py"), "inspect", str(folder)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "family      qwen2 (Qwen2ForCausalLM)" in done.stdout

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints to and from model folders of transformers, each conversion proven.
+
+    python -m tools.convert import HF_DIR CKPT_DIR     a folder becomes CKPT_DIR/step_00000000
+    python -m tools.convert export CKPT_DIR HF_DIR     the newest checkpoint becomes a folder
+    python -m tools.convert verify CKPT_DIR HF_DIR     whether the two are one model
+    python -m tools.convert inspect DIR [--verify]     what either holds
+
+Every import and export ends with a proof: each tensor used once and made once, values equal, and
+logits in FP32 equal to those of transformers behind every layer. Exit status 1 when it fails, 2
+when the request is wrong. Works on one CPU, with a layer in memory at a time; a checkpoint of any
+parallel layout is read, and what is written loads in any.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:  # python tools/convert.py: as with -m
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from fused_ops.errors import ConfigError
+from pretrain import cpu_compat
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU wherever it sees one
+    for name in ("megatron", "torch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    cpu_compat.enable()  # before megatron-core is imported
+    from models.conversion.plan import ProofError
+    from pretrain.checkpoint.io import CheckpointError
+    from pretrain.initialize import shut_down
+
+    try:
+        return options.run(options)
+    except ProofError as error:
+        print("\n".join(f"FAILED: {problem}" for problem in error.problems), file=sys.stderr)
+        return 1
+    except (ConfigError, CheckpointError) as error:
+        for problem in getattr(error, "problems", [str(error)]):
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        shut_down()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    dtypes = ("fp32", "bf16", "fp16")
+
+    bring = commands.add_parser("import", help="a model folder becomes a checkpoint")
+    bring.add_argument("source", type=Path, metavar="HF_DIR")
+    bring.add_argument("target", type=Path, metavar="CKPT_DIR")
+    bring.add_argument("--dtype", choices=dtypes, help="of the weights; default: the folder's")
+    bring.add_argument("--decode", action="store_true", help="take packed weights, decoded")
+    bring.add_argument("--no-verify", action="store_true", help="go without the proof")
+    bring.set_defaults(run=_import)
+
+    send = commands.add_parser("export", help="a checkpoint becomes a model folder")
+    send.add_argument("source", type=Path, metavar="CKPT_DIR")
+    send.add_argument("target", type=Path, metavar="HF_DIR")
+    send.add_argument("--family", help="model_type to write; default: the first that fits")
+    send.add_argument("--dtype", choices=dtypes, help="of the weights; default: the checkpoint's")
+    send.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
+    send.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or folder to take")
+    send.add_argument("--no-verify", action="store_true", help="go without the proof")
+    send.set_defaults(run=_export)
+
+    check = commands.add_parser("verify", help="whether a checkpoint and a folder are one model")
+    check.add_argument("source", type=Path, metavar="CKPT_DIR")
+    check.add_argument("target", type=Path, metavar="HF_DIR")
+    check.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
+    check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
+    check.set_defaults(run=_verify)
+
+    look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
+    look.add_argument("source", type=Path, metavar="DIR")
+    look.add_argument("--verify", action="store_true", help="read every byte and check it")
+    look.set_defaults(run=_inspect)
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from pretrain.conversion.inspecting import inspect
+
+    lines, problems = inspect(options.source, check=options.verify)
+    print("\n".join(lines))
+    if options.verify:
+        print("\n".join(f"FAILED: {problem}" for problem in problems) or "verified: whole")
+    return 1 if problems else 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    import yaml
+
+    from pretrain.conversion.importing import ImportOptions, import_folder, model_yaml
+
+    asked = ImportOptions(dtype=options.dtype, decode=options.decode, verify=not options.no_verify)
+    done = import_folder(options.source, options.target, asked)
+    status = _report(done.notes, done.verdict)
+    if status == 0:
+        print(f"wrote {done.path}; a run file that starts from it:\n")
+        about = {
+            "model": model_yaml(done.section),
+            "checkpoint": {"load": str(options.target), "load_parts": "model"},
+        }
+        print(yaml.safe_dump(about, sort_keys=False, width=100).rstrip())
+    return status
+
+
+def _export(options: argparse.Namespace) -> int:
+    from pretrain.conversion.exporting import ExportOptions, export_checkpoint
+    from pretrain.conversion.opened import open_checkpoint
+
+    checkpoint = open_checkpoint(options.source, options.vocab_size)
+    asked = ExportOptions(
+        family=options.family,
+        dtype=options.dtype,
+        tokenizer=options.tokenizer,
+        verify=not options.no_verify,
+    )
+    done = export_checkpoint(checkpoint, options.target, asked)
+    status = _report(done.notes, done.verdict)
+    print(f"wrote {done.path}: {done.family}, from {checkpoint.path.name}")
+    return status
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from pretrain.conversion.exporting import make_pair
+    from pretrain.conversion.opened import open_checkpoint
+    from pretrain.conversion.verifying import open_folder, verify_pair
+
+    checkpoint = open_checkpoint(options.source, options.vocab_size)
+    source, hf_config = open_folder(options.target, options.decode)
+    verdict = verify_pair(make_pair(checkpoint, options.target, hf_config, source))
+    return _report([], verdict)
+
+
+def _report(notes: list[str], verdict: Any) -> int:
+    for note in notes:
+        print(f"note: {note}")
+    if verdict is None:
+        print("not verified, as asked")
+        return 0
+    print("\n".join(verdict.lines()))
+    print("verified: one model" if verdict.ok else "NOT VERIFIED: do not use the result")
+    return 0 if verdict.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one toy in every layout and compares it with one process: `python -m tools.parity`.
+
+Starts its own processes: gloo on a CPU, NCCL with --gpus. For each layout, the largest difference
+of losses, gradient norms and weights after a few steps from one checkpoint, stochastic rounding on.
+
+  fp32     1e-5
+  orders   three times what one process gives when its GEMMs sum in other orders, measured here
+  tokens   the same when its samples also change places: where layouts cannot agree which tokens
+           meet in an expert (experts over data-parallel ranks; experts under context parallelism)
+
+Differences of losses and norms are relative, that of a weight is relative to the largest of its
+tensor; "updates" compares the changes of tensors by their root mean square, the mean over tensors.
+Exit status 1 if one is out of bound or fails, 2 for a mistake on the command line.
+"""
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+from fused_ops.errors import ConfigError
+from pretrain import cpu_compat
+
+DEFAULT_PATTERNS = "M-*-,M-*E"
+DEFAULT_RECIPES = "fp32,bf16,nvfp4,nvfp4_fast"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    logging.basicConfig(level=logging.ERROR)
+    warnings.simplefilter("ignore")
+    cpu_compat.enable()
+    from pretrain.parity.layouts import DEFAULT_LAYOUTS
+
+    parser = argparse.ArgumentParser(prog="python -m tools.parity", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--layouts",
+        default=",".join(DEFAULT_LAYOUTS),
+        help="of tpN, sp, ppN, vN, cpN, epN, etpN, dpN, overlap, whole, recompute (%(default)s)",
+    )
+    parser.add_argument(
+        "--patterns", default=DEFAULT_PATTERNS, help="what the model is made of (%(default)s)"
+    )
+    parser.add_argument(
+        "--recipes",
+        default=DEFAULT_RECIPES,
+        help="fp32, bf16, a recipe (BF16 activations) or RECIPE:fp32 (%(default)s)",
+    )
+    parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs (NCCL)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the ranks")
+    options = parser.parse_args(arguments)
+    try:
+        return _report(options)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+
+
+def _report(options: argparse.Namespace) -> int:
+    import torch
+
+    from pretrain.initialize import shut_down
+    from pretrain.parity.matrix import Plan, run
+
+    if options.gpus > torch.cuda.device_count():
+        raise ConfigError(
+            f"--gpus {options.gpus} needs so many GPUs; torch sees {torch.cuda.device_count()}; "
+            "leave it out to compare on the CPU"
+        )
+    torch.set_num_threads(1)
+    plan = Plan(
+        layouts=_names(options.layouts),
+        patterns=_names(options.patterns),
+        recipes=_names(options.recipes),
+        gpus=options.gpus,
+        steps=options.steps,
+        timeout=options.timeout,
+    )
+    print(
+        _line("layout", "pattern", "recipe", "loss", "grad norm", "weights", "updates", "bound", "")
+    )
+    began, wrong, passed, names = time.perf_counter(), 0, set(), set()
+    said: set[str] = set()  # what one rank said is the reason of many rows
+    for row in run(plan):
+        names.add(row.layout.name)
+        wrong += not row.passes and not row.refused
+        passed |= {row.layout.name} if row.passes else set()
+        for line in _lines(row):
+            if line not in said:
+                print(line, flush=True)
+            said.add(line)
+    shut_down()
+    missing = sorted(names - passed)
+    if missing:
+        print(f"no passing row: {', '.join(missing)}")
+    print(
+        f"{len(passed)} of {len(names)} layouts agree with one process, "
+        f"{time.perf_counter() - began:.0f} s"
+    )
+    return 1 if wrong or missing else 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _lines(row) -> list[str]:  # noqa: ANN001 (pretrain is imported after cpu_compat)
+    head = (row.layout.name, row.case.pattern, row.case.name)
+    if row.refused:
+        return [f"{head[0]:16} {head[1]:10} {head[2]:16} refused: {row.refused}"]
+    if row.failed:
+        return [f"{head[0]:16} {head[1]:10} {head[2]:16} FAILED", row.failed]
+    found, bound = row.difference, row.bound
+    names = ("loss", "grad_norm", "weight", "update")
+    figures = [f"{getattr(found, name):.1e}" for name in names]
+    limits = " ".join(f"{getattr(bound, name):.1e}" for name in names) + f" ({row.band})"
+    over = found.exceeds(bound)
+    verdict = "ok" if not over else f"OUT OF BOUND: {', '.join(over)} (worst: {found.worst})"
+    return [_line(*head, *figures, limits, verdict)]
+
+
+def _line(*cells: str) -> str:
+    widths = (16, 10, 16, 9, 9, 9, 9, 44, 0)
+    return " ".join(f"{cell:{width}}" if width else cell for cell, width in zip(cells, widths))
+
+
+if __name__ == "__main__":  # the ranks import this package, not this program
+    sys.exit(main())
