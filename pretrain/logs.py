@@ -58,6 +58,7 @@ def log_to_file(run_dir: Path, rank: int) -> logging.Handler:
         errors="replace",
     )
     form = f"%(asctime)s {socket.gethostname()} %(levelname)s %(message)s"
+    handler.setLevel(logging.INFO)
     handler.setFormatter(MaskingFormatter(form))
     logging.getLogger().addHandler(handler)
     return handler

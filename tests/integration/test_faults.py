@@ -17,6 +17,9 @@ from tests.toy import make_toy, toy_config
 
 pytestmark = pytest.mark.slow
 STEPS = 8
+HANG = 10.0
+# Only a hang reaches it, also on a machine that other work keeps busy.
+LIMIT = 900.0
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +30,14 @@ def folder(tmp_path_factory):
     config = toy_config(
         place / "data",
         "*E",
-        run={"dir": str(place / "runs"), "hang_seconds": 6.0},
+        run={"dir": str(place / "runs"), "hang_seconds": 300.0},
         train={"steps": STEPS, "eval_interval": 3, "eval_batches": 1},
         checkpoint={"interval": 2},
         log={"progress": "lines", "interval": 1, "report": False},
     )
     (place / "run.yaml").write_text(yaml.safe_dump(config))
     done = launch(place, "whole", "none:0:0")
-    assert done.wait(timeout=300) == 0, done.log.read_text()[-4000:]
+    assert done.wait(timeout=LIMIT) == 0, done.log.read_text()[-4000:]
     return place
 
 
@@ -61,7 +64,7 @@ def launch(place: Path, name: str, fault: str, *words: str, restarts: int = 3):
     return process
 
 
-def finish(process, timeout: float = 300.0) -> str:
+def finish(process, timeout: float = LIMIT) -> str:
     """Waits for the end; kills it and fails when it does not come. Returns all output."""
     try:
         process.wait(timeout=timeout)
@@ -89,7 +92,7 @@ def heartbeat(place: Path, name: str) -> dict:
         return {}
 
 
-def wait_for(process, happened, timeout: float = 200.0) -> None:
+def wait_for(process, happened, timeout: float = LIMIT) -> None:
     end = time.monotonic() + timeout
     while not happened():
         assert process.poll() is None, process.log.read_text()[-6000:]
@@ -115,15 +118,16 @@ def test_a_rank_that_dies_is_started_again(folder, fault):
 def test_a_stopped_rank_is_named_with_its_stack(folder, rank):
     """SIGSTOP: the watchdogs name it, not the one that waits; then all start again."""
     name = f"stopped-{rank}"
-    process = launch(folder, name, "none:0:0", "train.steps=100000", "checkpoint.interval=20")
+    hang = (f"run.hang_seconds={HANG}", "checkpoint.interval=20")
+    process = launch(folder, name, "none:0:0", "train.steps=100000", *hang)
     wait_for(process, lambda: heartbeat(folder, name).get("step", 0) > 30)
     victim = rank_processes(process.pid)[rank]
     began = time.monotonic()
     os.kill(victim, signal.SIGSTOP)
-    wait_for(process, lambda: "watchdog: rank" in process.log.read_text(), 30)
-    assert time.monotonic() - began < 6.0 + 6.0, "hang_seconds and a few beats"
-    wait_for(process, lambda: "exiting with status 75" in process.log.read_text(), 30)
-    wait_for(process, lambda: rank_processes(process.pid).get(rank, victim) != victim, 90)
+    wait_for(process, lambda: "watchdog: rank" in process.log.read_text())
+    assert time.monotonic() - began < 2 * HANG, "hang_seconds and a few beats"
+    wait_for(process, lambda: "exiting with status 75" in process.log.read_text())
+    wait_for(process, lambda: rank_processes(process.pid).get(rank, victim) != victim)
     text = process.log.read_text()
     named = [line for line in text.splitlines() if line.startswith("watchdog: rank")]
     assert named
@@ -132,13 +136,13 @@ def test_a_stopped_rank_is_named_with_its_stack(folder, rank):
     assert "stopped (SIGSTOP)" in text
     assert "last collective: gloo:" in text
     assert "pretrain/train" in text.split("stack, innermost last:")[1]
-    wait_for(process, lambda: heartbeat(folder, name).get("pid") not in (None, victim), 90)
+    wait_for(process, lambda: heartbeat(folder, name).get("pid") not in (None, victim))
     process.send_signal(signal.SIGTERM)
     finish(process)
 
 
 def test_a_hanging_rank_is_named_with_its_stack(folder):
-    process = launch(folder, "hang", "hang:1:4")
+    process = launch(folder, "hang", "hang:1:4", f"run.hang_seconds={HANG}")
     text = finish(process)
     assert process.returncode == 0, text[-4000:]
     named = [line for line in text.splitlines() if line.startswith("watchdog: rank")]
@@ -153,7 +157,7 @@ def test_a_hanging_rank_is_named_with_its_stack(folder):
 
 def test_the_same_step_failing_again_and_again_stops_the_run(folder):
     process = launch(folder, "again", "kill:0:5:99", restarts=6)
-    text = finish(process, 500)
+    text = finish(process)
     assert process.returncode != 0
     assert len(list((folder / "notes-again").iterdir())) == 3, "run.max_failures"
     assert "step 5 has failed 3 times in a row" in text
@@ -170,7 +174,7 @@ def test_sigterm_to_the_launcher_saves_within_its_grace(folder):
     wait_for(process, lambda: heartbeat(folder, "term").get("step", 0) > 5)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    text = finish(process, 60)
+    text = finish(process)
     assert time.monotonic() - began < 30
     assert heartbeat(folder, "term")["phase"] == "stopped", text[-3000:]
     saved = sorted((folder / "runs" / "term" / "checkpoints").glob("step_*"))
@@ -183,7 +187,7 @@ def test_a_file_stops_the_run_too(folder):
     process = launch(folder, "file", "none:0:0", "train.steps=100000", "checkpoint.interval=0")
     wait_for(process, lambda: heartbeat(folder, "file").get("step", 0) > 5)
     (folder / "runs" / "file" / "stop").touch()
-    text = finish(process, 60)
+    text = finish(process)
     assert process.returncode == 0, text[-3000:]
     assert heartbeat(folder, "file")["phase"] == "stopped"
     steps = [key[1] for key in losses(folder, "file")]

@@ -20,6 +20,8 @@ from tools.launch.manifests import render_pytorch_job
 
 pytestmark = pytest.mark.slow
 STEPS = 40
+# Only a hang reaches it, also on a machine that other work keeps busy.
+LIMIT = 900.0
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def folder(tmp_path_factory):
     config = toy_config(
         place / "data",
         "*-",
-        run={"dir": str(place / "runs"), "hang_seconds": 15.0},
+        run={"dir": str(place / "runs"), "hang_seconds": 20.0},
         train={"steps": STEPS},
         checkpoint={"interval": 10},
         log={"progress": "lines", "interval": 1, "report": False},
@@ -40,7 +42,7 @@ def folder(tmp_path_factory):
     (place / "run.yaml").write_text(yaml.safe_dump(config))
     with cluster(place, "whole") as pods:
         pods.start()
-        pods.wait(300)
+        pods.wait(LIMIT)
     return place
 
 
@@ -80,9 +82,9 @@ def test_a_whole_node_dies_and_comes_back(folder, index):
     name = f"node-{index}"
     with cluster(folder, name) as pods:
         pods.start()
-        pods.until(lambda: step_of(folder, name) >= 15, 200)
+        pods.until(lambda: step_of(folder, name) >= 15, LIMIT)
         pods.kill(pods.pods[index])
-        pods.wait(400, restarts=4)
+        pods.wait(LIMIT, restarts=4)
         assert pods.pods[index].starts >= 2
     assert losses(folder, name) == losses(folder, "whole"), "bitwise"
 
@@ -91,14 +93,14 @@ def test_a_short_cut_of_the_network_is_waited_for(folder):
     """The cable is out for less than hang_seconds: nothing fails, nothing is lost."""
     with cluster(folder, "cut") as pods:
         pods.start()
-        pods.until(lambda: step_of(folder, "cut") >= 5, 200)
+        pods.until(lambda: step_of(folder, "cut") >= 5, LIMIT)
         pods.cut(pods.pods[1])
         time.sleep(4)
         stood = step_of(folder, "cut")
         time.sleep(1)
         assert step_of(folder, "cut") == stood, "the ranks wait for each other"
         pods.cut(pods.pods[1], whole=True)
-        pods.wait(300)
+        pods.wait(LIMIT)
         assert [pod.starts for pod in pods.pods] == [1, 1]
         assert not any("watchdog" in pod.output() for pod in pods.pods)
     assert losses(folder, "cut") == losses(folder, "whole"), "bitwise"
@@ -107,14 +109,14 @@ def test_a_short_cut_of_the_network_is_waited_for(folder):
 def test_a_long_cut_ends_the_ranks_and_they_start_again(folder):
     with cluster(folder, "long") as pods:
         pods.start()
-        pods.until(lambda: step_of(folder, "long") >= 15, 200)
+        pods.until(lambda: step_of(folder, "long") >= 15, LIMIT)
         pods.cut(pods.pods[1])
-        end = time.monotonic() + 90
+        end = time.monotonic() + LIMIT
         while not all("watchdog: " in pod.output() for pod in pods.pods):
             assert time.monotonic() < end, pods.report()
             time.sleep(0.2)
         pods.cut(pods.pods[1], whole=True)
-        pods.wait(500, restarts=6)
+        pods.wait(LIMIT, restarts=6)
         said = "".join(pod.output() for pod in pods.pods)
     assert "cannot be asked (the network is cut" in said or "it does not answer" in said
     assert losses(folder, "long") == losses(folder, "whole"), "bitwise"
@@ -168,19 +170,19 @@ def test_a_batch_job_saves_before_its_end_and_is_queued_again(folder, tmp_path):
             first = subprocess.Popen(
                 ["bash", str(script)], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT
             )
-        end = time.monotonic() + 200
+        end = time.monotonic() + LIMIT
         while step_of(folder, "batch") < 8:
             assert first.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
         first.send_signal(signal.SIGUSR1)
-        assert first.wait(timeout=120) == 0, log.read_text()
+        assert first.wait(timeout=LIMIT) == 0, log.read_text()
         assert (tmp_path / "scontrol.log").read_text() == f"requeue {env['SLURM_JOB_ID']}\n"
         reached = max(losses(folder, "batch"))
         assert reached < STEPS
         env["SLURM_RESTART_COUNT"] = "1"
         again = subprocess.run(
-            ["bash", str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+            ["bash", str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT
         )
         assert again.returncode == 0, again.stderr[-4000:]
     assert losses(folder, "batch") == losses(folder, "whole"), "bitwise"
