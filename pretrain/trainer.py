@@ -17,8 +17,10 @@ from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.manager import CheckpointManager, Found, override_config
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
+from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.engine import Engine, build_engine
 from pretrain.environment import cudnn_shadow, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
@@ -112,6 +114,7 @@ class Trainer:
                     self._evaluate_at_end()
                 self._save()
                 self.checkpoints.wait()
+            self._tell_consumed()
             if stopped:
                 self._event("stop", signal=signals.received.name if signals.received else "rank")
         except BaseException as error:
@@ -272,16 +275,37 @@ class Trainer:
         self.dataset = open_dataset(
             config.data, model.seq_length, config.run.seed, model.vocab_size, state
         )
-        self.loader = TrainLoader(
+        loader = TrainLoader(
             self.dataset,
             config.train.batch_sizes,
             prefetch=config.data.prefetch,
             ahead_samples=config.data.cache.ahead_samples,
             **sizes,
         )
+        shape = (config.train.micro_batch_size, model.seq_length)
+        share = Share(world.groups, world.device, *shape)
+        self.loader = SharedTrainLoader(loader, share, world.device)
+        self._tell_blend()
         sets = open_validation(config.data, model.seq_length, self.dataset.vocab_size)
         batch = config.train.global_batch_size
-        self.validation = {name: ValidLoader(data, batch, **sizes) for name, data in sets.items()}
+        self.validation = {
+            name: SharedValidLoader(ValidLoader(data, batch, **sizes), share)
+            for name, data in sets.items()
+        }
+
+    def _tell_blend(self) -> None:
+        """The shares of a blend as they were resolved."""
+        if self.world.is_main and len(self.dataset.shards) > 1:
+            for shards, units in zip(self.dataset.shards, self.dataset.weights):
+                share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
+                log.info("blend: %s of the samples from %s", share, shards.directory)
+
+    def _tell_consumed(self) -> None:
+        """What was read of each source of a blend."""
+        if self.world.is_main and len(self.dataset.shards) > 1:
+            for row in self.dataset.consumed(self.state.consumed_samples):
+                said = "read: {samples} samples, {epochs:.4f} epochs of {path}".format(**row)
+                log.info("%s", said)
 
     def _prepare_callbacks(self, resumed_step: int | None) -> None:
         config, main, run_dir = self.config, self.world.is_main, self.run_dir

@@ -9,7 +9,7 @@ of a step, and which of them share a micro-batch, do not depend on the number of
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -136,6 +136,16 @@ class _Assembler:
         return torch.from_numpy(bounds.astype(np.int32))
 
 
+class Transfer(Protocol):
+    """Moves the batches of a step to where they are used, while the step before is computed."""
+
+    def start(self, batches: list[MicroBatch]) -> Any:
+        """In the thread that reads ahead."""
+
+    def finish(self, started: Any) -> list[MicroBatch]:
+        """In the thread that uses them."""
+
+
 class TrainLoader:
     """The micro-batches of this rank. Holds no position: `step` takes it.
 
@@ -147,6 +157,9 @@ class TrainLoader:
         options: what batches say about documents.
         prefetch: prepare the following step in a thread.
         ahead_samples: of this rank, that are fetched from an object store before they are needed.
+
+    Attributes:
+        transfer: None, or what moves the batches to a device.
 
     Raises:
         ConfigError: a global batch that micro-batch size times ranks does not divide.
@@ -171,8 +184,9 @@ class TrainLoader:
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._assembler = _Assembler(dataset, micro_batch_size, options or BatchOptions())
         self._ahead_samples = ahead_samples
+        self.transfer: Transfer | None = None
         self._pool = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
-        self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
+        self._ahead: tuple[tuple[int, int], Future[Any]] | None = None
 
     def step(self, consumed_samples: int, global_batch_size: int | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples.
@@ -183,7 +197,7 @@ class TrainLoader:
         check_batch_sizes(size, self.micro_batch_size, self.dp_size)
         wanted = (consumed_samples, size)
         if self._pool is None:
-            return self._make(*wanted)
+            return self._finished(self._make(*wanted))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == wanted:
             result = ahead[1].result()
@@ -192,16 +206,20 @@ class TrainLoader:
         consumed = consumed_samples + size
         following = (consumed, self.sizes.at(consumed) if global_batch_size is None else size)
         self._ahead = (following, self._pool.submit(self._make, *following))
-        return result
+        return self._finished(result)
 
-    def _make(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+    def _finished(self, made: Any) -> list[MicroBatch]:
+        batches: list[MicroBatch] = made if self.transfer is None else self.transfer.finish(made)
+        return batches
+
+    def _make(self, consumed_samples: int, global_batch_size: int) -> Any:
         mine = self.samples(consumed_samples, global_batch_size)
         if self.dataset.is_remote:
             self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
         batches = [self._assembler.micro_batch(index, ids) for index, ids in mine]
         if self.dataset.is_remote:
             self._fetch_ahead(consumed_samples + global_batch_size, global_batch_size)
-        return batches
+        return batches if self.transfer is None else self.transfer.start(batches)
 
     def samples(self, consumed_samples: int, global_batch_size: int) -> list[tuple[int, list[int]]]:
         """(number in the global batch, samples) of this rank's micro-batches of a step."""
@@ -253,13 +271,20 @@ class ValidLoader:
         All ranks get equally many. Where the set ends, samples are padding (id -1, no loss), so
         the mean weighted with `loss_mask` over all ranks is that of the set's own tokens.
         """
-        size = self.micro_batch_size
         for number in range(len(self) if count is None else min(count, len(self))):
-            mine = []
-            for index in range(self.dp_rank, self.global_batch_size // size, self.dp_size):
-                first = number * self.global_batch_size + index * size
-                ids = [i if i < len(self.dataset) else -1 for i in range(first, first + size)]
-                mine.append((index, ids))
-            if self.dataset.is_remote:
-                self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
-            yield [self._assembler.micro_batch(index, ids) for index, ids in mine]
+            yield self.read(number)
+
+    def samples(self, number: int) -> list[tuple[int, list[int]]]:
+        """(number in the global batch, samples) of this rank's micro-batches; -1 is padding."""
+        size, total, found = self.micro_batch_size, len(self.dataset), []
+        for index in range(self.dp_rank, self.global_batch_size // size, self.dp_size):
+            first = number * self.global_batch_size + index * size
+            found.append((index, [i if i < total else -1 for i in range(first, first + size)]))
+        return found
+
+    def read(self, number: int) -> list[MicroBatch]:
+        """This rank's micro-batches of global batch `number`."""
+        mine = self.samples(number)
+        if self.dataset.is_remote:
+            self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
+        return [self._assembler.micro_batch(index, ids) for index, ids in mine]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed and start of the data pipeline, beside megatron-core's own on the same files."""
 
+import importlib
 import multiprocessing
 import tempfile
 import time
@@ -20,6 +21,14 @@ from pretrain.data.writer import index_bytes, write_shard
 
 VOCAB, EOD = 32_768, 0
 
+# What a start needs, loaded before its clock starts.
+_MODULES = (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers_cpp",
+    "pretrain.data.remote",
+)
+
 # Documents of the synthetic files: lengths from 64 to 959 tokens, 512 on average.
 _SHORTEST, _LONGEST = 64, 960
 _SHARD_DOCUMENTS = 2_500_000
@@ -27,6 +36,7 @@ _SHARD_DOCUMENTS = 2_500_000
 
 def synthetic_folder(folder: Path, tokens: int, shards: int = 2) -> Path:
     """A folder of shards of random ids, about `tokens` of them."""
+    folder.mkdir(parents=True, exist_ok=True)
     random, infos = np.random.default_rng(0), []
     for number in range(shards):
         count = tokens // shards // ((_SHORTEST + _LONGEST) // 2)
@@ -216,6 +226,8 @@ def start_megatron(folder: Path, seq_length: int) -> None:
 
 def measure_start(folder: Path, seq_length: int, start: Callable[[Path, int], None]) -> Start:
     """Time and memory of a start, in a process of its own that has all modules loaded."""
+    for module in _MODULES:
+        importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_timed_start, args=(folder, seq_length, start, send))

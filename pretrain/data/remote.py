@@ -38,7 +38,7 @@ from pretrain.data.store import (
 log = logging.getLogger(__name__)
 
 # Requests whose blocks are known to have been asked for; older ones may be asked for again.
-_REMEMBERED = 1 << 15
+_REMEMBERED = 1 << 12
 
 
 class Remote:

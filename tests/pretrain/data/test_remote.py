@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object stores: the samples of the local folder, whatever the network does on the way."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -307,6 +308,23 @@ def test_megatron_cores_own_s3_reader(folder, server, tmp_path, monkeypatch):
     assert ours.document_starts(5).tolist() == theirs.document_starts(5).tolist()
     with pytest.raises(DataError, match=r"must hold manifest.json; no s3://bucket/nothing"):
         open_dataset(config({}, tmp_path, train="s3://bucket/nothing"), SEQ, seed=1)
+    ours.close()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("multistorageclient") is None,
+    reason="needs the package multi-storage-client",
+)
+def test_megatron_cores_own_msc_reader(folder, tmp_path, monkeypatch):
+    storage = {"type": "file", "options": {"base_path": str(folder)}}
+    (tmp_path / "msc.json").write_text(
+        json.dumps({"profiles": {"here": {"storage_provider": storage}}})
+    )
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    more = {"cache": {"reader": "megatron_core"}, "train": "msc://here/corpus"}
+    ours = open_dataset(config({}, tmp_path / "cache", **more), SEQ, seed=1)
+    theirs = open_dataset(DataConfig(train=str(folder / "corpus")), SEQ, seed=1)
+    assert all((ours.sample(i) == theirs.sample(i)).all() for i in range(300))
     ours.close()
 
 
