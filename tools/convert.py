@@ -82,6 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     send.add_argument("--family", help="model_type to write; default: the first that fits")
     send.add_argument("--dtype", choices=dtypes, help="of the weights; default: the checkpoint's")
     send.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
+    send.add_argument(
+        "--format",
+        choices=("bf16", "nvfp4", "mxfp8", "fp8"),
+        default="bf16",
+        help="bf16 keeps the checkpoint's values, others write the trainer's codes",
+    )
+    send.add_argument("--layout", choices=("modelopt", "compressed-tensors"), default="modelopt")
+    send.add_argument("--recipe", help="quantize by this recipe instead of as the run did")
+    send.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="SHARDS",
+        help="validation data for scales of activations; default: the run's",
+    )
     send.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or folder to take")
     send.add_argument("--no-verify", action="store_true", help="go without the proof")
     send.set_defaults(run=_export)
@@ -91,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("target", type=Path, metavar="HF_DIR")
     check.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
     check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
+    check.add_argument("--recipe", help="of a packed folder, where it was exported with one")
     check.set_defaults(run=_verify)
 
     look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
@@ -133,13 +148,25 @@ def _export(options: argparse.Namespace) -> int:
     from pretrain.conversion.opened import open_checkpoint
 
     checkpoint = open_checkpoint(options.source, options.vocab_size)
-    asked = ExportOptions(
-        family=options.family,
-        dtype=options.dtype,
-        tokenizer=options.tokenizer,
-        verify=not options.no_verify,
-    )
-    done = export_checkpoint(checkpoint, options.target, asked)
+    common = {
+        "family": options.family,
+        "dtype": options.dtype,
+        "tokenizer": options.tokenizer,
+        "verify": not options.no_verify,
+    }
+    if options.format == "bf16":
+        done = export_checkpoint(checkpoint, options.target, ExportOptions(**common))
+    else:
+        from pretrain.conversion.packing import PackOptions, export_packed
+
+        asked = PackOptions(
+            **common,
+            format=options.format,
+            layout=options.layout,
+            recipe=options.recipe,
+            calibrate=options.calibrate,
+        )
+        done = export_packed(checkpoint, options.target, asked)
     status = _report(done.notes, done.verdict)
     print(f"wrote {done.path}: {done.family}, from {checkpoint.path.name}")
     return status
@@ -148,9 +175,16 @@ def _export(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from pretrain.conversion.exporting import make_pair
     from pretrain.conversion.opened import open_checkpoint
-    from pretrain.conversion.verifying import open_folder, verify_pair
+    from pretrain.conversion.verifying import open_folder, read_hf_config, verify_pair
 
     checkpoint = open_checkpoint(options.source, options.vocab_size)
+    hf_config = read_hf_config(options.target)
+    if "config_groups" in hf_config.get("quantization_config", {}) and not options.decode:
+        from pretrain.conversion.packing import PackOptions, open_packing
+
+        asked = PackOptions(recipe=options.recipe)
+        packing = open_packing(checkpoint, options.target, hf_config, asked)
+        return _report(packing.choice.notes, packing.verify(options.target, hf_config))
     source, hf_config = open_folder(options.target, options.decode)
     verdict = verify_pair(make_pair(checkpoint, options.target, hf_config, source))
     return _report([], verdict)
