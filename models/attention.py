@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import attention as attention_layers, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from fused_ops.attention import Visible, attention
+from fused_ops.rope import rope, split_rope
 from models.comm import is_distributed
 from models.documents import Documents, document_ids
 from models.parallel_linear import ColumnParallelLinear
@@ -249,3 +250,75 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
             return queries, mappings.scatter_to_sequence_parallel_region(keys, group=group)
         rotary = mappings.copy_to_tensor_model_parallel_region(keys[..., latent:], group=group)
         return queries, torch.cat([keys[..., :latent], rotary], -1)
+
+
+class SelfAttention(attention_layers.SelfAttention):
+    """megatron-core's self attention; queries, keys and values are split and rotated in one op.
+
+    megatron-core splits in one method and rotates later; here the first is told the angles. What
+    the op has no form for stays upstream's: interleaved pairs, YaRN's factor, inference caches.
+    """
+
+    _angles: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See megatron-core's Attention. rotary_pos_emb: angles [s, 1, 1, rotary], or None."""
+        skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        own = (
+            isinstance(rotary_pos_emb, Tensor)
+            and not self.config.rotary_interleaved
+            and self._yarn_concentration_factor == 1.0
+            and inference_context is None
+        )
+        self._angles = rotary_pos_emb if own and not skipped else None
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                *args,
+                rotary_pos_emb=None if own else rotary_pos_emb,
+                inference_context=inference_context,
+                **kwargs,
+            )
+        finally:
+            self._angles = None
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """[s, b, h] -> query [s, b, heads, d], key and value [s, b, groups, d], (gate)."""
+        groups, heads = self.num_query_groups_per_partition, self.num_attention_heads_per_partition
+        if output_gate or not split_qkv or self.config.num_query_groups < self.world_size:
+            query, key, *others = super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+            return (*self._rotated(query, key), *others)
+        mixed, _ = self.linear_qkv(hidden_states)
+        plain = self.q_layernorm is None and self.k_layernorm is None
+        query, key, value = split_rope(
+            mixed, self._angles if plain else None, heads // groups, self.key_hidden_size
+        )
+        if plain:
+            return query, key, value
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return (*self._rotated(query, key), value)
+
+    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self._angles is None:
+            return query, key
+        return rope(query, self._angles), rope(key, self._angles)

@@ -117,7 +117,8 @@ class TensorParallelComm:
         """Global (row, column) of the first element of x, w or dy here, or the runs it is made of.
 
         A boundary between runs that is no multiple of the operand's blocks cannot be kept: the
-        runs then count as one, and the codes depend on the layout (`models.alignment` says where).
+        runs then count as one, and the codes depend on the layout (`dimension_notes` in
+        `models.precision_table` says where).
         """
         gemm, tensor = name.split(".")
         row, column = (self._runs(tensor, axis) for axis in _AXES[tensor])

@@ -248,8 +248,14 @@ def _divides(name: str, value: int, by: int, remedy: str) -> list[str]:
         return []
     return [
         f"{name} ({value}) must be a multiple of the {by} processes that share it; the next one is "
-        f"{value + -value % by}: change {remedy}"
+        f"{above_and_below(value, by)}: change {remedy}"
     ]
+
+
+def above_and_below(value: int, by: int) -> str:
+    """The nearest multiples of `by`: the next, and the one before if it is not zero."""
+    low, high = value - value % by, value + -value % by
+    return f"{high}, the one before {low}" if low else f"{high}"
 
 
 def _attention(values: dict[str, Any], tp: int) -> list[str]:
@@ -264,15 +270,22 @@ def _attention(values: dict[str, Any], tp: int) -> list[str]:
         )
     groups = values.get("num_query_groups") or heads
     if heads % groups:
+        near = min(_divisors(heads), key=lambda n: abs(n - groups))
         problems.append(
-            f"num_attention_heads {heads} must be a multiple of num_query_groups {groups}"
+            f"num_attention_heads {heads} must be a multiple of num_query_groups {groups}; the "
+            f"nearest divisor is {near}"
         )
     if groups % tp and tp % groups:
+        near = min(_divisors(groups), key=lambda n: abs(n - tp))
         problems.append(
             f"num_query_groups {groups} must be a multiple or a divisor of "
-            f"tensor_model_parallel_size {tp}"
+            f"tensor_model_parallel_size {tp}; the nearest such size is {near}"
         )
     return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _experts(values: dict[str, Any], parallel: ParallelConfig) -> list[str]:
@@ -281,7 +294,9 @@ def _experts(values: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     problems = _divides("num_moe_experts", experts, ep, "num_moe_experts")
     if experts and topk > experts:
-        problems.append(f"moe_router_topk {topk} is more than num_moe_experts {experts}")
+        problems.append(
+            f"moe_router_topk {topk} is more than num_moe_experts {experts}; {experts} is the most"
+        )
     width = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
     if width:
         problems += _divides("moe_ffn_hidden_size", width, etp, "moe_ffn_hidden_size")
@@ -314,7 +329,11 @@ def _mamba(values: dict[str, Any], tp: int, cp: int) -> list[str]:
     problems = _divides("mamba heads", heads, tp * cp, "mamba_num_heads")
     problems += _divides("mamba_num_groups", groups, tp, "mamba_num_groups")
     if groups and heads % groups:
-        problems.append(f"mamba heads ({heads}) must be a multiple of mamba_num_groups {groups}")
+        near = min(_divisors(heads), key=lambda n: abs(n - groups))
+        problems.append(
+            f"mamba heads ({heads}) must be a multiple of mamba_num_groups {groups}; the nearest "
+            f"divisor is {near}"
+        )
     local = groups // tp
     if local and local % cp and cp % local:
         problems.append(

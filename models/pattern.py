@@ -64,9 +64,13 @@ def stage_problems(pattern: Pattern, pipeline: int, virtual: int) -> list[str]:
     stages, wanted, layers = len(pattern.stages), pipeline * virtual, len(pattern.layers)
     if stages == 1:
         if layers % wanted:
+            low, high = layers - layers % wanted, layers + -layers % wanted
+            example = cut_evenly(pattern.layers, wanted)
             return [
                 f"model.pattern has {layers} layers, which {wanted} pipeline stages do not divide;"
                 f" place {wanted - 1} '|' in it where the stages shall be cut"
+                + (f", such as {example}" if example else "")
+                + f"; {' or '.join(str(n) for n in (low, high) if n)} layers could be cut equally"
             ]
         return []
     if stages != wanted:
@@ -76,6 +80,20 @@ def stage_problems(pattern: Pattern, pipeline: int, virtual: int) -> list[str]:
             f"{wanted - 1} '|'" + (", or none for equal stages" if layers % wanted == 0 else "")
         ]
     return []
+
+
+def cut_evenly(layers: str, stages: int) -> str:
+    """The layers with a `|` between stages whose lengths differ by one at most; earlier ones are
+    longer. Empty if there are fewer layers than stages."""
+    if len(layers) < stages:
+        return ""
+    size, longer = divmod(len(layers), stages)
+    cuts, start = [], 0
+    for stage in range(stages):
+        end = start + size + (stage < longer)
+        cuts.append(layers[start:end])
+        start = end
+    return "|".join(cuts)
 
 
 def staged_pattern(pattern: Pattern, pipeline: int = 1, virtual: int = 1) -> str:

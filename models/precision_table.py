@@ -11,7 +11,7 @@ import torch
 from fused_ops.formats import OperandSpec
 from fused_ops.recipe import GemmRecipe, is_quantized
 from models.flops import FixedPart, fixed_parts
-from models.gemms import GemmShape
+from models.gemms import GemmShape, mamba_inner
 from models.precision_config import GEMMS
 
 if TYPE_CHECKING:
@@ -116,24 +116,61 @@ def dimension_notes(plan: PrecisionPlan) -> list[str]:
         routed = ".mlp.experts." in module.name
         tp = config.expert_tensor_parallel_size if routed else config.tensor_model_parallel_size
         rows = module.name.endswith(_ROW_PARALLEL)
-        axes = (("fprop", module.k, tp if rows else 1), ("dgrad", module.n, 1 if rows else tp))
-        for gemm, length, parts in axes:
+        parts = [module.n] if rows else output_parts(module, config)
+        axes = [("fprop", module.k, tp if rows else 1)]
+        axes += [("dgrad", part, 1 if rows else tp) for part in parts]
+        if tp == 1:  # parts are cut only where there are ranks
+            axes = [*axes[:1], ("dgrad", module.n, 1)]
+        for gemm, length, ranks in dict.fromkeys(axes):
             multiple = max(spec.multiple for spec in recipe.specs(gemm))
-            if length % (parts * multiple) == 0:
+            if length % (ranks * multiple) == 0:
                 continue
             kind = module.name.rsplit(".", 1)[-1]
-            if length % multiple and parts == 1:
-                padded = -(-length // multiple) * multiple
-                note = f"{kind}: {gemm} contracts {length}, padded to {padded}"
-            elif plan.config.amax_scope == "layout_invariant":
-                note = (
-                    f"{kind}: {gemm} contracts {length} over {parts} ranks, no multiple of "
-                    f"{multiple} each: its blocks are not those of one process"
-                )
-            else:
-                note = f"{kind}: {gemm} contracts {length} over {parts} ranks, padded on each"
-            notes[note].append(module.name)
-    return [f"{note} ({len(names)} modules, first {names[0]})" for note, names in notes.items()]
+            notes[_dimension_note(kind, gemm, (length, ranks, multiple), plan)].append(module.name)
+    found = [f"{note} ({len(names)} modules, first {names[0]})" for note, names in notes.items()]
+    return found + _sequence_notes(plan)
+
+
+def _dimension_note(kind: str, gemm: str, sizes: tuple[int, int, int], plan: PrecisionPlan) -> str:
+    length, ranks, multiple = sizes
+    if length % multiple and ranks == 1:
+        padded = -(-length // multiple) * multiple
+        return f"{kind}: {gemm} contracts {length}, padded to {padded}"
+    if plan.config.amax_scope == "layout_invariant":
+        return (
+            f"{kind}: {gemm} contracts {length} over {ranks} ranks, no multiple of {multiple} each:"
+            " its blocks are not those of one process"
+        )
+    return f"{kind}: {gemm} contracts {length} over {ranks} ranks, padded on each"
+
+
+def output_parts(module: GemmShape, config: Any) -> list[int]:
+    """Sizes of the parts of the output that tensor parallelism cuts one by one, over all ranks."""
+    if module.name.endswith("in_proj"):
+        inner, heads = mamba_inner(config)
+        states = config.mamba_num_groups * config.mamba_state_dim
+        return [inner, inner, states, states, heads]
+    if module.name.endswith("linear_fc1") and config.gated_linear_unit:
+        return [module.n // 2, module.n // 2]
+    return [module.n]
+
+
+def _sequence_notes(plan: PrecisionPlan) -> list[str]:
+    """Context parallelism gives a rank two pieces of the sequence: wgrad contracts them."""
+    ranks = plan.shape.config.context_parallel_size
+    if ranks == 1 or plan.config.amax_scope != "layout_invariant":
+        return []
+    recipes = {plan.recipe(module.name) for module in plan.modules}
+    multiple = max((s.multiple for r in recipes for s in r.specs("wgrad")), default=1)
+    piece = plan.shape.seq_length // (2 * ranks)
+    if piece % multiple == 0:
+        return []
+    return [
+        f"wgrad contracts pieces of {piece} tokens a sequence on each of {ranks} context-parallel "
+        f"ranks, no multiple of {multiple}: its blocks are not those of one process unless "
+        f"train.micro_batch_size makes it one; model.seq_length "
+        f"{-(-plan.shape.seq_length // (2 * ranks * multiple)) * 2 * ranks * multiple} would"
+    ]
 
 
 def dtype_notes(plan: PrecisionPlan) -> list[str]:

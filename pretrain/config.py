@@ -6,7 +6,6 @@ dataclass lives beside what it configures. Here they are composed, read, checked
 overrides, frozen, and saved.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -20,12 +19,14 @@ from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
 from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
+from models.config_checks import above_and_below
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
+from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
-from pretrain.data.manifest import load_manifest
+from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import LogConfig, log_config_problems
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 
@@ -62,6 +63,9 @@ class TrainConfig:
     """Steps of the whole run."""
     global_batch_size: int = Field(default=8, ge=1)
     """Sequences a step."""
+    step_batch_size_schedule: list[tuple[int, int]] = field(default_factory=list)
+    """Sizes that grow: [[first sample, sequences a step], ...], from sample 0 to one that equals
+    global_batch_size."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences that go through the model at once, on each data-parallel rank."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -80,6 +84,16 @@ class TrainConfig:
     """Steps skipped one after another at which the run gives up."""
     threads: int = Field(default=0, ge=0)
     """Threads of the process on a CPU; 0 leaves torch's choice (OMP_NUM_THREADS)."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size at every sample. Raises ConfigError for a bad schedule."""
+        return BatchSizes.of(self.global_batch_size, self.step_batch_size_schedule)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all steps."""
+        return self.batch_sizes.consumed_after(self.steps)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -161,6 +175,16 @@ def section_problems(config: PretrainConfig) -> list[str]:
             "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
             "set train.dtype=bf16, or optimizer.name=adamw"
         )
+    if config.data.isolate_documents and "/" in config.model.pattern:
+        found.append(
+            "data.isolate_documents does not go with multi-token prediction, which looks across "
+            f"documents; got model.pattern={config.model.pattern!r}; remove its '/', or set "
+            "data.isolate_documents=false"
+        )
+    try:
+        _ = train.batch_sizes
+    except ConfigError as error:
+        return [*found, *error.problems]
     problems = model_problems(config.model, config.parallel) or _engine_problems(config)
     return [
         *found,
@@ -190,7 +214,7 @@ def precision_plan(config: PretrainConfig, vocab_size: int | None = None) -> Pre
         config.precision,
         vocab_size=vocab_size,
         params_dtype=config.train.torch_dtype,
-        total_samples=config.train.steps * config.train.global_batch_size,
+        total_samples=config.train.total_samples,
     )
 
 
@@ -224,24 +248,24 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
         return [
             "the number of processes must be a multiple of tensor_model_parallel_size * "
             f"pipeline_model_parallel_size * context_parallel_size = {tp} * {pp} * {cp} = "
-            f"{tp * pp * cp}; got {world}; start another number with torchrun, or change parallel"
+            f"{tp * pp * cp}; got {world}; start {above_and_below(world, tp * pp * cp)} with "
+            "torchrun, or change parallel"
         ]
-    unit, found = train.micro_batch_size * (world // (tp * pp * cp)), []
-    if train.global_batch_size % unit:
-        found.append(
-            "train.global_batch_size must be a multiple of micro_batch_size * data-parallel ranks "
-            f"= {train.micro_batch_size} * {unit // train.micro_batch_size}; got "
-            f"{train.global_batch_size}; the next one is "
-            f"{math.ceil(train.global_batch_size / unit) * unit}"
-        )
+    ranks, found = world // (tp * pp * cp), []
     virtual = parallel.virtual_pipeline_model_parallel_size
-    micro_batches = train.global_batch_size // unit
-    if virtual and virtual > 1 and micro_batches % pp:
-        found.append(
-            "with virtual_pipeline_model_parallel_size the micro-batches of a step must be a "
-            f"multiple of pipeline_model_parallel_size={pp}; got {micro_batches}; change "
-            "train.global_batch_size"
-        )
+    for size in train.batch_sizes.sizes:
+        try:
+            micro_batches = check_batch_sizes(size, train.micro_batch_size, ranks)
+        except ConfigError as error:
+            found += error.problems
+            continue
+        if virtual and virtual > 1 and micro_batches % pp:
+            near = above_and_below(size, train.micro_batch_size * ranks * pp)
+            found.append(
+                "with virtual_pipeline_model_parallel_size the micro-batches of a step must be a "
+                f"multiple of pipeline_model_parallel_size={pp}; got {micro_batches}; change "
+                f"train.global_batch_size: the next one is {near}"
+            )
     return found
 
 
@@ -252,12 +276,12 @@ def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
         * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
         * parallel.pipeline_model_parallel_size
     )
-    if world % unit == 0:
+    if world % unit == 0 or "E" not in config.model.pattern:
         return []
     return [
         "the number of processes must be a multiple of expert_model_parallel_size * "
         f"expert_tensor_parallel_size * pipeline_model_parallel_size = {unit}; got {world}; start "
-        "another number with torchrun, or change parallel"
+        f"{above_and_below(world, unit)} with torchrun, or change parallel"
     ]
 
 
@@ -267,15 +291,22 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
         found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
-    for name, folder in _data_folders(config.data):
+    vocab, remote = config.model.vocab_size, Remote(config.data)
+    for name, folder in data_folders(config.data):
         try:
-            load_manifest(folder)
+            size = open_manifest(folder, remote).vocab_size
+            if vocab is not None and size > vocab:
+                found.append(
+                    f"model.vocab_size must be at least the data's; it is {vocab} and {name} has "
+                    f"{size}: set it to {size}, or leave it unset to take the data's"
+                )
         except ConfigError as error:
             found.extend(f"{name}: {problem}" for problem in error.problems)
     return found
 
 
-def _data_folders(data: DataConfig) -> list[tuple[str, str]]:
+def data_folders(data: DataConfig) -> list[tuple[str, str]]:
+    """(setting, folder) of all shards that a run reads."""
     train, valid = data.train, data.valid
     found = (
         [("data.train", train)]

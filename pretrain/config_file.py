@@ -117,7 +117,10 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """(dotted key, value) of each `key=value`; the value is YAML. ConfigError lists bad ones."""
+    """(dotted key, value) of each `key=value`; the value is YAML. ConfigError lists bad ones.
+
+    A value that begins with `*`, which YAML takes for an alias, is a text: a pattern, or a glob.
+    """
     parsed: list[tuple[str, Any]] = []
     problems: list[str] = []
     for text in overrides:
@@ -126,6 +129,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             problems.append(
                 f"an override must read section.key=value; got {text!r}; e.g. train.steps=100"
             )
+            continue
+        if value.startswith("*"):
+            parsed.append((key.strip(), value))
             continue
         try:
             parsed.append((key.strip(), parse_yaml(value, f"the value of {key.strip()}")))

@@ -67,7 +67,7 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
         chunks,
         config.precision,
         precision_state,
-        total_samples=train.steps * train.global_batch_size,
+        total_samples=train.total_samples,
     )
     if train.dtype != "fp32":
         chunks = [Float16Module(engine_config, chunk) for chunk in chunks]

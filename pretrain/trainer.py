@@ -12,11 +12,15 @@ from typing import Any
 from fused_ops.errors import ConfigError
 from pretrain.callbacks import Callback, Profile, Record, Report
 from pretrain.checkpoint.agree import on_first
-from pretrain.checkpoint.manager import CheckpointManager, override_config
+from pretrain.checkpoint.io import load_json
+from pretrain.checkpoint.layout import STATE
+from pretrain.checkpoint.manager import CheckpointManager, Found, override_config
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
+from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.engine import Engine, build_engine
 from pretrain.environment import cudnn_shadow, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
@@ -57,6 +61,14 @@ class TrainState:
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
 
 
+def _data_state(found: Found | None) -> dict[str, Any] | None:
+    """What a checkpoint says about the data; None where the run starts afresh."""
+    if found is None or found.parts == "model":
+        return None
+    state: dict[str, Any] | None = load_json(found.path / STATE)["extra"].get("data")
+    return state
+
+
 class Trainer:
     """One run. `Trainer(config).run()` trains it to the end, or to where a signal stops it.
 
@@ -81,10 +93,11 @@ class Trainer:
         self.checkpoints = CheckpointManager(config.checkpoint, self.run_dir)
         self.callbacks: list[Callback] = list(callbacks)
         try:
-            if self.checkpoints.find() is not None:
+            found = self.checkpoints.find()
+            if found is not None:
                 config = override_config(config, config.checkpoint.override)
             self.config, self.state = config, TrainState()
-            self._open_data()
+            self._open_data(_data_state(found))
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
             resumed = self._resume()
             self._prepare_callbacks(resumed)
@@ -101,6 +114,7 @@ class Trainer:
                     self._evaluate_at_end()
                 self._save()
                 self.checkpoints.wait()
+            self._tell_consumed()
             if stopped:
                 self._event("stop", signal=signals.received.name if signals.received else "rank")
         except BaseException as error:
@@ -123,8 +137,9 @@ class Trainer:
             self._each("before_step", step)
             micro_batches = self.loader.step(state.consumed_samples)
             result = train_step(engine, micro_batches, signals.received is not None)
-            tokens = config.global_batch_size * engine.seq_length
-            state.advance(config.global_batch_size, tokens, result.updated)
+            samples = self.loader.sizes.at(state.consumed_samples)
+            tokens = samples * engine.seq_length
+            state.advance(samples, tokens, result.updated)
             self._each("after_step", self._row(result, tokens, time.perf_counter() - started))
             self._check_skipped(result)
             self.checkpoints.poll()
@@ -145,6 +160,7 @@ class Trainer:
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens": self.state.consumed_tokens,
+            "samples": self.state.consumed_samples,
             "tokens_per_s": tokens / seconds,
             "seconds": seconds,
             "skipped": int(not result.updated),
@@ -200,20 +216,28 @@ class Trainer:
                 engine.chunks,
                 engine.optimizer,
                 engine.scheduler,
-                extra={"train_state": asdict(state), "precision": engine.plan.state_dict()},
+                extra={
+                    "train_state": asdict(state),
+                    "precision": engine.plan.state_dict(),
+                    "data": self.dataset.state_dict(state.consumed_samples),
+                },
                 resolved_config=encode(self.config),
             )
 
     def _resume(self) -> int | None:
         """The step that the run continues from, or None."""
         engine = self.engine
-        self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
+        # With another sequence than the checkpoint's, and data.on_change=continue, the dataset has
+        # been opened as its continuation.
+        if not self.dataset.changes:
+            self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
         resumed = self.checkpoints.resume(
             engine.chunks,
             engine.optimizer,
             engine.scheduler,
             resolved_config=encode(self.config),
         )
+        self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
         if resumed is None:
             return None
         engine.precision_state.weights_changed()
@@ -221,7 +245,7 @@ class Trainer:
             self.state = TrainState(**resumed.extra["train_state"])
             engine.plan.load_state_dict(resumed.extra["precision"])
         if self.world.is_main:
-            for note in resumed.notes:
+            for note in [*resumed.notes, *self.dataset.changes]:
                 log.warning("%s", note)
         return self.state.step or None
 
@@ -239,10 +263,9 @@ class Trainer:
                 f"({(error.strerror or str(error)).lower()}); set run.dir to a folder that is"
             ) from error
 
-    def _open_data(self) -> None:
+    def _open_data(self, state: dict[str, Any] | None) -> None:
         config, world = self.config, self.world
         sizes: dict[str, Any] = {
-            "global_batch_size": config.train.global_batch_size,
             "micro_batch_size": config.train.micro_batch_size,
             "dp_rank": world.data_parallel_rank,
             "dp_size": world.data_parallel_size,
@@ -250,11 +273,39 @@ class Trainer:
         }
         model = config.model
         self.dataset = open_dataset(
-            config.data, model.seq_length, config.run.seed, model.vocab_size
+            config.data, model.seq_length, config.run.seed, model.vocab_size, state
         )
-        self.loader = TrainLoader(self.dataset, prefetch=config.data.prefetch, **sizes)
+        loader = TrainLoader(
+            self.dataset,
+            config.train.batch_sizes,
+            prefetch=config.data.prefetch,
+            ahead_samples=config.data.cache.ahead_samples,
+            **sizes,
+        )
+        shape = (config.train.micro_batch_size, model.seq_length)
+        share = Share(world.groups, world.device, *shape)
+        self.loader = SharedTrainLoader(loader, share, world.device)
+        self._tell_blend()
         sets = open_validation(config.data, model.seq_length, self.dataset.vocab_size)
-        self.validation = {name: ValidLoader(data, **sizes) for name, data in sets.items()}
+        batch = config.train.global_batch_size
+        self.validation = {
+            name: SharedValidLoader(ValidLoader(data, batch, **sizes), share)
+            for name, data in sets.items()
+        }
+
+    def _tell_blend(self) -> None:
+        """The shares of a blend as they were resolved."""
+        if self.world.is_main and len(self.dataset.shards) > 1:
+            for shards, units in zip(self.dataset.shards, self.dataset.weights):
+                share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
+                log.info("blend: %s of the samples from %s", share, shards.directory)
+
+    def _tell_consumed(self) -> None:
+        """What was read of each source of a blend."""
+        if self.world.is_main and len(self.dataset.shards) > 1:
+            for row in self.dataset.consumed(self.state.consumed_samples):
+                said = "read: {samples} samples, {epochs:.4f} epochs of {path}".format(**row)
+                log.info("%s", said)
 
     def _prepare_callbacks(self, resumed_step: int | None) -> None:
         config, main, run_dir = self.config, self.world.is_main, self.run_dir

@@ -2,7 +2,7 @@
 """Time the fused ops on a GPU, each only after it has passed its check.
 
     python -m tools.bench_ops --op quantize|matmul [--rows 8192] [--cols 5120 20480]
-    python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy [--rows 8192]
+    python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope [--rows 8192]
     python -m tools.bench_ops --op attention [--rows 8192]
 
 Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
@@ -26,6 +26,7 @@ from fused_ops.cross_entropy import cross_entropy
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import operand_amax, quantize, triton_backend
 from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
+from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.testing import assert_bitwise_equal, assert_close
 
@@ -221,6 +222,17 @@ def bench_glue(op: str, rows: int) -> None:
         moved = [(1 + gated) * size, (1 + 2 * gated) * size]
         bench_op(op, run, [x], moved)
         bench_op(f"{op} scaled", run, [x, torch.rand(rows, 1, device="cuda")], moved)
+    elif op == "rope":
+        half = torch.outer(torch.arange(rows), 1e4 ** -torch.linspace(0, 1, 64))
+        angles = torch.cat([half, half], -1)[:, None, None].cuda()
+        cut = {rows: angles, 256: angles[:256].clone()}  # objects that stay: cos and sin are kept
+
+        def split(mixed: Tensor, implementation: str) -> tuple[Tensor, ...]:
+            turns = cut[mixed.shape[0]]
+            return split_rope(mixed, turns, 4, 128, implementation=implementation)
+
+        size = rows * 6144 * 2
+        bench_op("split and rope", split, [bf16(rows, 1, 6144)], [2 * size, 2 * size])
     else:
         labels = torch.randint(0, 32768, (rows,), device="cuda")
         size = rows * 32768 * 2
@@ -260,7 +272,7 @@ def bench_attention(rows: int) -> None:
             )
 
 
-GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy")
+GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
 
 
 def main(arguments: list[str] | None = None) -> int:

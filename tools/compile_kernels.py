@@ -35,6 +35,8 @@ _TYPES = {
 }
 _ALIGNED = (
     "cols", "blocks", "stride", "words", "row_stride", "col_stride", "features", "size", "width",
+    "span", "mixed_s", "mixed_b", "query_s", "query_b", "query_h", "key_s", "key_b", "key_h",
+    "value_s", "value_b", "value_h",
 )  # fmt: skip
 
 
@@ -53,7 +55,34 @@ class Variant:
 
 def variants() -> list[Variant]:
     """What is launched in training, with the tiles in use."""
-    return quantizer_variants() + activation_variants() + norm_variants() + loss_variants()
+    return quantizer_variants() + _glue_variants()
+
+
+def _glue_variants() -> list[Variant]:
+    """The ops around the products."""
+    return activation_variants() + norm_variants() + loss_variants() + rope_variants()
+
+
+def rope_variants() -> list[Variant]:
+    """Queries, keys and values of 4 query heads a group, and queries alone; heads of 128."""
+    from fused_ops.rope.triton_backend import HEADS, WARPS
+
+    types = _bf16("mixed", "query", "key", "value", cos_ptr="*fp32", sin_ptr="*fp32")
+    shape = {"DIM": 128, "HEADS": HEADS, "BLOCK": 64, "REST": 64}
+    kinds = {
+        "split": {"QUERIES": 4, "PARTS": 3, "HALF": 64},
+        "split, half rotated": {"QUERIES": 4, "PARTS": 3, "HALF": 32},
+        "split, not rotated": {"QUERIES": 4, "PARTS": 3, "HALF": 0},
+        "queries": {"QUERIES": 32, "PARTS": 1, "HALF": 64},
+    }
+    return [
+        Variant(
+            "rotate_heads", label + (" backward" if backward else ""),
+            shape | kind | {"BACKWARD": backward}, WARPS, types, op="rope",
+        )
+        for label, kind in kinds.items()
+        for backward in (False, True)
+    ]  # fmt: skip
 
 
 def _bf16(*names: str, **others: str) -> dict[str, str]:

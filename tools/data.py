@@ -1,152 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at token shards: `python -m tools.data verify|stats DIR`.
+"""Looks at token shards and at what a run reads: `python -m tools.data verify|stats|show|bench`.
 
-verify reads everything and exits with 1 on any finding: checksums, index against .bin, token ids
-against the vocabulary, document ends, the tokenizer's fingerprint. stats prints what a folder
-holds.
+    python -m tools.data verify DIR                   # exit 1 on any finding
+    python -m tools.data stats DIR|CONFIG.yaml        # what a folder, or a run's blend, holds
+    python -m tools.data show CONFIG.yaml --step N    # the documents that each rank reads
+    python -m tools.data bench [DIR]                  # speed, beside megatron-core's
+    python -m tools.data bench --start                # time and memory of a start over 10 T tokens
+
+verify reads everything: checksums, index against .bin, token ids against the vocabulary, document
+ends, the tokenizer's fingerprint. CONFIG may be followed by section.key=value.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 from fused_ops.errors import ConfigError
-from pretrain.data.manifest import MANIFEST_NAME, Manifest, ShardInfo, file_checksum, load_manifest
-from pretrain.data.shards import (
-    ShardIndex,
-    bin_path,
-    check_index_against,
-    check_sizes,
-    idx_path,
-    read_index,
+from pretrain.data.manifest import DataError, load_manifest
+from pretrain.data.stats import (
+    bits,
+    document_lengths,
+    draw_lengths,
+    length_lines,
+    unigram_entropy,
 )
-from pretrain.data.stats import bits, unigram_entropy
-from pretrain.data.tokenizer import TOKENIZER_NAME, check_tokenizer
-from pretrain.data.writer import CRC_BLOCK, block_checksums, crc_path
+from pretrain.data.store import is_url
+from pretrain.data.verify import findings, folders
 
 
-def folders(directory: Path) -> list[Path]:
-    """The folder itself, or its parts (train, valid) that have manifests."""
-    if (directory / MANIFEST_NAME).exists():
-        return [directory]
-    found = [path.parent for path in sorted(directory.glob(f"*/{MANIFEST_NAME}"))]
-    return found or [directory]
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    one = commands.add_parser("verify", help="find what is damaged")
+    one.add_argument("directory", metavar="DIR")
+    one = commands.add_parser("stats", help="what a folder, or the blend of a run, holds")
+    one.add_argument("directory", metavar="DIR|CONFIG")
+    one.add_argument("overrides", nargs="*", metavar="key=value")
+    one.add_argument(
+        "--picture", type=Path, default=Path("lengths.png"), metavar="FILE", help="of the lengths"
+    )
+    one = commands.add_parser("show", help="the documents that a step reads")
+    one.add_argument("config", type=Path, metavar="CONFIG")
+    one.add_argument("overrides", nargs="*", metavar="key=value")
+    one.add_argument("--step", type=int, required=True, help="from 1")
+    one.add_argument("--rank", type=int, help="only this data-parallel rank's samples")
+    one.add_argument("--ranks", type=int, help="data-parallel ranks (default: the run's)")
+    one.add_argument("--tokenizer", type=Path, metavar="FILE", help="default: beside the shards")
+    one.add_argument("--json", action="store_true", help="a JSON object a sample, with the ids")
+    one = commands.add_parser("bench", help="speed, or --start, beside megatron-core's")
+    one.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="default: random ids")
+    one.add_argument("--seq-length", type=int, default=8192)
+    one.add_argument("--micro-batch-size", type=int, default=4)
+    one.add_argument("--tokens", type=int, default=1 << 26, help="of a round")
+    one.add_argument("--rounds", type=int, default=5)
+    one.add_argument("--start", action="store_true", help="measure starts instead")
+    one.add_argument(
+        "--documents", type=int, default=40_000_000, help="of the largest index for megatron-core"
+    )
+    one.add_argument("--shards", type=int, default=100_000, help="of the largest manifest")
+    one.add_argument("--picture", type=Path, default=Path("starts.png"), metavar="FILE")
+    return parser
 
 
-def findings(folder: Path) -> Iterator[str]:
-    """Everything that is wrong with a folder of shards, each with file and place."""
-    try:
-        manifest = load_manifest(folder)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    for tokenizer in (folder / TOKENIZER_NAME, folder.parent / TOKENIZER_NAME):
-        if tokenizer.exists():
-            yield from _problems(check_tokenizer, tokenizer, manifest)
-            break
-    for info in tqdm(manifest.shards, unit="shard", desc=f"verify {folder}"):
-        yield from _shard_findings(folder / info.name, info, manifest)
-    yield from _strangers(folder, manifest)
+def _local(directory: str) -> Path:
+    if is_url(directory):
+        raise DataError(f"this command reads folders of this machine; got {directory}: copy it")
+    return Path(directory.removeprefix("file://"))
 
 
-def _problems(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    try:
-        check(*arguments)
-    except ConfigError as error:
-        yield from error.problems
-
-
-def _shard_findings(prefix: Path, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
-    sizes = list(_problems(check_sizes, prefix, info))
-    yield from sizes
-    if not idx_path(prefix).exists() or not bin_path(prefix).exists():
-        return
-    if file_checksum(idx_path(prefix)) != info.idx_checksum:
-        yield f"{idx_path(prefix)}: its checksum is not the manifest's"
-    if file_checksum(bin_path(prefix)) != info.bin_checksum:
-        yield from _damaged_blocks(prefix)
-    if sizes:
-        return
-    try:
-        index = read_index(idx_path(prefix))
-        check_index_against(prefix, index, info)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    yield from _token_findings(prefix, index, manifest)
-
-
-def _damaged_blocks(prefix: Path) -> Iterator[str]:
-    """Where a .bin file departs from its block checksums."""
-    path, sums = bin_path(prefix), crc_path(prefix)
-    if not sums.exists():
-        yield f"{path}: its checksum is not the manifest's ({sums.name} would tell the place)"
-        return
-    content = np.fromfile(path, dtype=np.uint8)
-    found, said = block_checksums(memoryview(content)), np.fromfile(sums, dtype="<u4")
-    common = min(found.size, said.size)
-    wrong = np.flatnonzero(found[:common] != said[:common])
-    for block in wrong[:5]:
-        first = int(block) * CRC_BLOCK
-        last = min(first + CRC_BLOCK, path.stat().st_size)
-        yield f"{path}: bytes {first} to {last - 1} are not those that were written"
-    if wrong.size > 5:
-        yield f"{path}: {wrong.size - 5} more damaged blocks of {CRC_BLOCK} bytes"
-    if not wrong.size and found.size == said.size:
-        yield f"{path}: whole by {sums.name}, its checksum is not the manifest's: stale manifest"
-
-
-def _token_findings(prefix: Path, index: ShardIndex, manifest: Manifest) -> Iterator[str]:
-    if not index.tokens:
-        yield f"{bin_path(prefix)}: holds no token"
-        return
-    tokens = np.memmap(bin_path(prefix), dtype=index.dtype, mode="r")
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= manifest.vocab_size))
-    if wrong.size:
-        at = int(wrong[0])
-        yield (
-            f"{bin_path(prefix)}, byte {at * tokens.itemsize}: id {int(tokens[at])} is outside the "
-            f"vocabulary of {manifest.vocab_size} ({wrong.size} such ids)"
-        )
-    starts = index.document_starts()
-    stops = np.append(starts[1:], index.tokens)
-    if manifest.eod_id is None:
-        empty = np.flatnonzero(stops == starts)
-    else:
-        empty = np.flatnonzero(stops - starts <= 1)
-        filled = np.flatnonzero(stops > starts)
-        endless = filled[tokens[stops[filled] - 1] != manifest.eod_id]
-        if endless.size:
-            at = int(stops[endless[0]] - 1) * tokens.itemsize
-            yield (
-                f"{bin_path(prefix)}, byte {at}: document {int(endless[0])} does not end with id "
-                f"{manifest.eod_id} ({endless.size} such documents)"
-            )
-    if empty.size:
-        at = int(starts[empty[0]]) * tokens.itemsize
-        yield (
-            f"{bin_path(prefix)}, byte {at}: document {int(empty[0])} is empty "
-            f"({empty.size} such documents)"
-        )
-
-
-def _strangers(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Shards and unfinished files that the manifest does not name."""
-    named = {str(folder / info.name) for info in manifest.shards}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in (".bin", ".idx") and str(path.with_suffix("")) not in named:
-            yield f"{path}: the manifest does not name it: stale manifest"
-        elif path.suffix == ".tmp":
-            yield f"{path}: left by an interrupted write"
-
-
-def verify(directory: Path) -> int:
+def verify(options: argparse.Namespace) -> int:
     """Prints every finding; 0 when there is none."""
-    total = 0
+    total, directory = 0, _local(options.directory)
     for folder in folders(directory):
         for finding in findings(folder):
             total += 1
@@ -155,11 +85,14 @@ def verify(directory: Path) -> int:
     return 1 if total else 0
 
 
-def stats(directory: Path) -> int:
-    """Prints what each folder holds."""
-    for folder in folders(directory):
+def stats(options: argparse.Namespace) -> int:
+    """Prints what each folder holds, or how a run blends its sources."""
+    if options.directory.endswith((".yaml", ".yml")):
+        return _blend(options)
+    named = []
+    for folder in folders(_local(options.directory)):
         manifest = load_manifest(folder)
-        entropy = unigram_entropy(folder)
+        entropy, lengths = unigram_entropy(folder), document_lengths(folder)
         print(
             f"{folder}: {manifest.tokens} tokens, {manifest.documents} documents, "
             f"{len(manifest.shards)} shards, vocabulary {manifest.vocab_size}, "
@@ -168,20 +101,188 @@ def stats(directory: Path) -> int:
         )
         for name, count in manifest.counts.items():
             print(f"  {count} {name}")
+        print(f"  documents by length in tokens, {lengths.shortest} to {lengths.longest}")
+        print("\n".join(length_lines(lengths)))
+        named.append((folder.name, lengths))
+    draw_lengths(named, options.picture)
+    print(f"picture: {options.picture}")
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _config(path: Path, overrides: list[str]):  # noqa: ANN202 (only known once megatron may load)
+    from pretrain import cpu_compat
+
+    cpu_compat.enable()
+    from pretrain.config import load_config
+
+    return load_config(path, overrides)
+
+
+def _blend(options: argparse.Namespace) -> int:
+    config = _config(Path(options.directory), options.overrides)
+    from pretrain.data.blend import RESOLUTION
+    from pretrain.data.dataset import open_dataset
+
+    model, samples = config.model, config.train.total_samples
+    dataset = open_dataset(config.data, model.seq_length, config.run.seed, model.vocab_size)
+    print(f"{samples} samples of {model.seq_length} tokens in {config.train.steps} steps")
+    for first, mixture in dataset.blend.phases:
+        print(f"from sample {first}")
+        for units, shards in zip(mixture.resolved, dataset.shards):
+            share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
+            print(f"  {share}  {shards.directory}: {shards.tokens} tokens")
+    print("after the last step")
+    for row in dataset.consumed(samples):
+        print(f"  {row['samples']} samples, {row['epochs']:.4f} epochs of {row['path']}")
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints the samples of a step with their documents and text."""
+    config = _config(options.config, options.overrides)
+    from pretrain.data.changes import parse_segments
+    from pretrain.data.dataset import open_dataset, open_earlier
+    from pretrain.data.show import as_json, as_lines, find_step, show_step
+
+    model, train = config.model, config.train
+    step = find_step(options.step, train.batch_sizes, config.run.path)
+    state = _data_state(config.run.path)
+    segments = parse_segments(state)
+    if len(segments) > 1:
+        dataset = open_earlier(config.data, segments, step.consumed_samples)
+    else:
+        dataset = open_dataset(config.data, model.seq_length, config.run.seed, model.vocab_size)
+        if state is not None:
+            dataset.check_state(state)
+    ranks = options.ranks or _ranks(config)
+    last = step.consumed_samples + step.global_batch_size - 1
+    if not options.json:
+        print(
+            f"step {step.number} reads samples {step.consumed_samples} to {last}: "
+            f"{ranks} data-parallel ranks, micro-batches of {train.micro_batch_size}"
+        )
+    for shown in show_step(dataset, step, train.micro_batch_size, ranks, options.tokenizer):
+        if options.rank is None or shown.rank == options.rank:
+            print(as_json(shown) if options.json else "\n".join(as_lines(shown)))
+    dataset.close()
+    return 0
+
+
+def _data_state(run_dir: Path) -> dict | None:
+    """The state of the data in the run's newest checkpoint; None where there is none."""
+    from pretrain.checkpoint.io import load_json
+    from pretrain.checkpoint.layout import STATE
+    from pretrain.checkpoint.manager import find_latest
+
+    checkpoints = run_dir / "checkpoints"
+    found = find_latest(checkpoints) if checkpoints.is_dir() else None
+    state: dict | None = load_json(found.path / STATE)["extra"].get("data") if found else None
+    return state
+
+
+def _ranks(config) -> int:  # noqa: ANN001 (a PretrainConfig, which megatron-core must be loaded for)
+    """Data-parallel ranks of the run's last start; 1 where it has not started."""
+    record, parallel = config.run.path / "environment.json", config.parallel
+    if not record.exists():
+        return 1
+    world = json.loads(record.read_text()).get("world_size", 1)
+    model_ranks = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
     )
-    parser.add_argument("command", choices=("verify", "stats"))
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    options = parser.parse_args(arguments)
+    return max(1, int(world) // int(model_ranks))
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Prints speeds, or draws what a start costs."""
+    from pretrain import cpu_compat
+
+    cpu_compat.enable()
+    import torch
+
+    torch.set_num_threads(1)
+    return _bench_start(options) if options.start else _bench_speed(options)
+
+
+def _bench_speed(options: argparse.Namespace) -> int:
+    from pretrain.data.measure import measure_speed, synthetic_folder
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.directory or synthetic_folder(Path(scratch), 1 << 26)
+        ours, theirs = measure_speed(
+            folder, options.seq_length, options.micro_batch_size, options.tokens, options.rounds
+        )
+    print(
+        f"{options.rounds} rounds of {options.tokens} tokens, samples of {options.seq_length}, "
+        f"micro-batches of {options.micro_batch_size}, one process, warm; medians"
+    )
+    for name, what in (("wall", "by the clock"), ("cpu", "by processor time")):
+        one, two = ours.median(name), theirs.median(name)
+        print(
+            f"{what:>17}: {one:7.1f} M tokens/s, megatron-core's GPTDataset and sampler "
+            f"{two:7.1f} M tokens/s, ratio {one / two:.2f}"
+        )
+    return 0
+
+
+def _bench_start(options: argparse.Namespace) -> int:
+    from pretrain.data.measure import (
+        draw_starts,
+        fake_manifest,
+        measure_start,
+        sparse_folder,
+        start_megatron,
+        start_ours,
+    )
+
+    ours, theirs = [], []
+    sizes = [options.documents >> shift for shift in range(6, -1, -1)]
+    for documents in sizes:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = sparse_folder(Path(scratch), documents)
+            ours.append(measure_start(folder, options.seq_length, start_ours))
+            theirs.append(measure_start(folder, options.seq_length, start_megatron))
+        for name, start in (("nibble", ours[-1]), ("megatron-core", theirs[-1])):
+            print(_start_line(name, start), flush=True)
+    for shards in (options.shards // 100, options.shards // 10, options.shards):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = fake_manifest(Path(scratch), max(1, shards))
+            # Files that are not there cannot be looked at: as for any manifest of so many shards.
+            ours.append(measure_start(folder, options.seq_length, _start_unchecked))
+        print(_start_line("nibble", ours[-1]), flush=True)
+    draw_starts(ours, theirs, options.picture)
+    print(f"picture: {options.picture}")
+    return 0
+
+
+def _start_unchecked(folder: Path, seq_length: int) -> None:
+    from pretrain.data import measure, shards
+
+    shards._CHECK_AT_START = 0
+    measure.start_ours(folder, seq_length)
+
+
+def _start_line(name: str, start) -> str:  # noqa: ANN001 (measure.Start)
+    return (
+        f"{name:>13}: {start.tokens / 1e9:9.1f} G tokens, {start.documents} documents: "
+        f"{start.seconds:7.3f} s, {start.megabytes:8.1f} MB"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse does not find values that follow an option.
+    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(strange or rest)}")
+    if rest:
+        options.overrides += rest
     try:
-        return {"verify": verify, "stats": stats}[options.command](options.directory)
+        return {"verify": verify, "stats": stats, "show": show, "bench": bench}[options.command](
+            options
+        )
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

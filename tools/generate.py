@@ -128,7 +128,7 @@ class Generator:
         chunks = build_model(config.model, engine, world.groups, vocab_size)
         chunks = [chunk.to(world.device) for chunk in chunks]
         state = PrecisionState(seed=config.run.seed, device=world.device)
-        samples = config.train.steps * config.train.global_batch_size
+        samples = config.train.total_samples
         plan = apply_precision(chunks, config.precision, state, total_samples=samples)
         if "precision" in extra:
             plan.load_state_dict(extra["precision"])

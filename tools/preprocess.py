@@ -157,7 +157,7 @@ def _sampled_texts(files: list[InputFile], options: argparse.Namespace) -> Itera
     with tqdm(total=total, unit="B", unit_scale=True, desc="read text") as bar:
         for file in files:
             progress = [0]
-            for record in records(file, progress):
+            for record in records(file, progress, options.text_key):
                 bar.update(progress[0])
                 progress[0] = 0
                 if zlib.crc32(record.content) >= limit or taken >= 2 * options.train_bytes:

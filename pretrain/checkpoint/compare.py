@@ -14,10 +14,15 @@ from fused_ops.errors import ConfigError
 from pretrain.config_file import apply_overrides, decode, encode
 
 FIXED = ("model.*", "data.*", "run.seed", "optimizer.name", "train.dtype")
-BOUND = ("optimizer.*", "precision.*", "train.global_batch_size")
+BOUND = ("optimizer.*", "precision.*", "train.*batch_size_schedule*", "train.global_batch_size")
 # Of the sections above, what changes neither the weights' shapes nor what is trained on. Where the
 # data lies is free because its content has a fingerprint of its own.
-FREE = ("data.train*", "data.valid*", "data.*workers*", "data.prefetch*", "data.cache*")
+FREE = (
+    *("data.train*", "data.valid*", "data.prefetch*", "data.cache*", "data.storage*"),
+    "data.on_change",
+)
+# Free with data.on_change=continue: the data goes on in windows of another length.
+CUTS = ("model.seq_length", "data.chunk_tokens", "data.chunks_per_group")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -67,8 +72,13 @@ def compare(
             continue
         change = f"{key}: {before!r} in the checkpoint, {after!r} now"
         kind = kind_of(key)
+        if key in CUTS and new.get("data.on_change") == "continue":
+            kind = "free"
         if kind == "fixed":
-            problems.append(f"{change}; this makes it another run: set it back, or start a new one")
+            way = ", set data.on_change=continue" if key in CUTS else ""
+            problems.append(
+                f"{change}; this makes it another run: set it back{way}, or start a new one"
+            )
         elif kind == "bound" and _overridden(key, override):
             notes.append(f"override {key}: {before!r} -> {after!r}")
         elif kind == "bound":
@@ -80,9 +90,10 @@ def compare(
     was, is_now = fingerprints
     for name in sorted(was.keys() & is_now.keys()):
         if was[name] != is_now[name]:
+            way = ", set data.on_change=continue" if name == "data" else ""
             problems.append(
                 f"the {name} is not the checkpoint's (fingerprint {was[name]} there, {is_now[name]}"
-                f" now): give back the same {name}, or start a new run"
+                f" now): give back the same {name}{way}, or start a new run"
             )
     if problems:
         raise ConfigError(problems)

@@ -2,7 +2,7 @@
 """The sequence of samples of a run: sample i from (seed, i, manifests) and nothing else."""
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from fused_ops.errors import ConfigError
-from pretrain.data.blend import RESOLUTION, Blend, resolve_weights
+from pretrain.data.blend import RESOLUTION, resolve_weights
+from pretrain.data.changes import Segment, SourceState, follow, notes, parse_segments
 from pretrain.data.config import DataConfig, SourceConfig
-from pretrain.data.manifest import DataError, Manifest, load_manifest
-from pretrain.data.order import ORDER_VERSION, SourceOrder, derive_key
+from pretrain.data.manifest import DataError, Manifest
+from pretrain.data.order import ORDER_VERSION, Order, SourceOrder
+from pretrain.data.remote import Remote, RemoteShardSet, open_manifest, open_shards
 from pretrain.data.shards import ShardSet
 
 # Positions are located this many at a time: the arithmetic is on arrays. Fewer where epochs are
@@ -29,30 +31,34 @@ class Dataset:
     Attributes:
         fingerprint: digest of everything that decides the sequence. With the number of consumed
             samples it is the whole state of the data.
+        segments: what decides the sequence; one, unless the run's data changed midway.
+        first_sample: of the last segment: the first one that this object gives.
+        changes: what the change that this opening made does; empty without one.
         vocab_size, eod_id: of the manifests.
-        weights: units of 2**-20 of each source, at sample 0.
+        weights: units of 2**-20 of each source, at `first_sample`.
     """
 
-    def __init__(
-        self,
-        shards: list[ShardSet],
-        orders: list[SourceOrder],
-        blend: Blend,
-        fingerprint: str,
-    ) -> None:
-        self.shards, self.orders, self.blend = shards, orders, blend
-        self.fingerprint = fingerprint
-        self.seq_length = orders[0].seq_length
+    def __init__(self, shards: list[ShardSet], segments: list[Segment]) -> None:
+        """Raises ValueError when a source holds less than a window."""
+        readings, _ = follow(segments)
+        self.shards, self.segments = shards, segments
+        self.orders: list[Order] = [reading.order for reading in readings]
+        self._bases = np.array([reading.index for reading in readings], dtype=np.int64)
+        self.blend = segments[-1].blend()
+        self.first_sample, self.seq_length = segments[-1].first_sample, segments[-1].seq_length
+        self.changes: list[str] = []
+        self.fingerprint = fingerprint_of(segments)
         self.vocab_size = shards[0].manifest.vocab_size
         self.eod_id = shards[0].manifest.eod_id
-        self.weights = blend.phases[0][1].resolved
-        shortest = min(order.samples_per_epoch for order in orders)
+        self.weights = self.blend.phases[0][1].resolved
+        shortest = min(order.samples_per_epoch for order in self.orders)
         self._block = min(_BLOCK, max(_SMALL_BLOCK, shortest))
         self._blocks: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64[n] samples -> (source int64[n], first token of the window in it int64[n])."""
-        source, index = self.blend.locate(position)
+        source, index = self.blend.locate(position - self.first_sample)
+        index += self._bases[source]
         start = np.empty_like(index)
         for number in np.unique(source):
             members = np.flatnonzero(source == number)
@@ -61,10 +67,11 @@ class Dataset:
 
     def place(self, sample: int) -> tuple[int, int]:
         """(source, first token) of one sample."""
-        block, offset = divmod(sample, self._block)
+        assert sample >= self.first_sample, f"sample {sample} is of an earlier segment"
+        block, offset = divmod(sample - self.first_sample, self._block)
         found = self._blocks.get(block)
         if found is None:
-            first = block * self._block
+            first = self.first_sample + block * self._block
             source, start = self.locate(np.arange(first, first + self._block))
             found = (source.tolist(), start.tolist())
             self._blocks[block] = found
@@ -86,22 +93,48 @@ class Dataset:
         source, start = self.place(sample)
         return self.shards[source].document_starts(start, self.seq_length)
 
+    def fetch(self, samples: list[int], *, until_here: bool) -> None:
+        """Starts to bring samples here where their source is in an object store.
+
+        `until_here`: and waits. Errors are raised where the samples are read.
+        """
+        windows: dict[int, list[tuple[int, int]]] = {}
+        for sample in samples:
+            source, start = self.place(sample)
+            windows.setdefault(source, []).append((start, self.seq_length + 1))
+        for source, places in windows.items():
+            self.shards[source].fetch(places, until_here=until_here)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some source is in an object store."""
+        return any(isinstance(shards, RemoteShardSet) for shards in self.shards)
+
+    def close(self) -> None:
+        """Ends what fetches ahead."""
+        for shards in self.shards:
+            shards.close()
+
     def consumed(self, consumed_samples: int) -> list[dict[str, Any]]:
         """Per source: path, share in 2**-20, samples and epochs after `consumed_samples`."""
-        counts = self.blend.counts(consumed_samples).tolist()
+        counts = self._bases + self.blend.counts(consumed_samples - self.first_sample)
         return [
             {
                 "path": str(shards.directory),
                 "share": self.weights[number] / RESOLUTION,
-                "samples": counts[number],
-                "epochs": counts[number] / order.samples_per_epoch,
+                "samples": int(counts[number]),
+                "epochs": order.epochs(int(counts[number])),
             }
             for number, (shards, order) in enumerate(zip(self.shards, self.orders))
         ]
 
     def state_dict(self, consumed_samples: int) -> dict[str, Any]:
         """The state of the data: one integer, and what it counts."""
-        return {"consumed_samples": consumed_samples, "fingerprint": self.fingerprint}
+        return {
+            "consumed_samples": consumed_samples,
+            "fingerprint": self.fingerprint,
+            "segments": [segment.model_dump(mode="json") for segment in self.segments],
+        }
 
     def check_state(self, state: dict[str, Any]) -> int:
         """Consumed samples of a saved state. Raises DataError when the sequence is another one."""
@@ -110,9 +143,24 @@ class Dataset:
                 "a resumed run must read the same sequence of samples: seed, model.seq_length, "
                 "sources, weights and shards decide it; the checkpoint was made with "
                 f"{state['fingerprint']}, this data is {self.fingerprint}: restore those "
-                "settings, or start a new run from the weights"
+                "settings, set data.on_change=continue to go on with other data, or start a new "
+                "run from the weights"
             )
         return int(state["consumed_samples"])
+
+
+def fingerprint_of(segments: list[Segment]) -> str:
+    """Digest of everything that decides the samples; paths do not."""
+
+    def parts(s: Segment) -> tuple[object, ...]:
+        geometry = (ORDER_VERSION, s.seed, s.seq_length, s.chunk_tokens, s.chunks_per_group)
+        return geometry, [source.fingerprint for source in s.sources], s.phases
+
+    if len(segments) == 1:
+        text = repr(parts(segments[0]))
+    else:
+        text = repr([(segment.first_sample, parts(segment)) for segment in segments])
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 class ValidationSet:
@@ -138,6 +186,22 @@ class ValidationSet:
         start = sample * self.seq_length
         return self.shards.window(start, min(self.seq_length + 1, self.shards.tokens - start))
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the set is in an object store."""
+        return isinstance(self.shards, RemoteShardSet)
+
+    def fetch(self, samples: list[int], *, until_here: bool) -> None:
+        """Starts to bring windows here where the set is in an object store; waits if asked."""
+        size = self.seq_length
+        starts = [sample * size for sample in samples if 0 <= sample < len(self)]
+        places = [(start, min(size + 1, self.shards.tokens - start)) for start in starts]
+        self.shards.fetch(places, until_here=until_here)
+
+    def close(self) -> None:
+        """Ends what fetches ahead."""
+        self.shards.close()
+
     def document_starts(self, sample: int) -> np.ndarray:
         """int64[k]: positions in [0, seq_length) of a window where a document starts."""
         start = sample * self.seq_length
@@ -145,7 +209,11 @@ class ValidationSet:
 
 
 def open_dataset(
-    config: DataConfig, seq_length: int, seed: int, vocab_size: int | None = None
+    config: DataConfig,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None = None,
+    state: dict[str, Any] | None = None,
 ) -> Dataset:
     """Opens the training data.
 
@@ -154,6 +222,9 @@ def open_dataset(
         seq_length: inputs of a sample; windows hold one token more.
         seed: of the order, unless `config.seed` names one.
         vocab_size: of the model; None takes the data's.
+        state: of the checkpoint that is continued, from `state_dict`. Where the settings make
+            another sequence, `config.on_change` decides whether the dataset goes on from it or is
+            one that `check_state` refuses.
 
     Raises:
         ConfigError: all problems at once (missing or damaged folders, weights, vocabularies).
@@ -161,23 +232,74 @@ def open_dataset(
     sources = config.train
     if isinstance(sources, str):
         sources = [SourceConfig(path=sources)]
-    seed = seed if config.seed is None else config.seed
-    manifests = _all([partial(load_manifest, source.path) for source in sources])
+    remote = Remote(config)
+    manifests = _all([partial(open_manifest, source.path, remote) for source in sources])
     _check_same(manifests, [source.path for source in sources], vocab_size)
-    phases = _phases(sources)
-    seen: Counter[str] = Counter()
-    orders, prints = [], []
-    for source, manifest in zip(sources, manifests):
-        print_ = manifest.fingerprint()
-        # Equal folders named twice are two sources with two orders.
-        key = derive_key(seed, print_, seen[print_])
-        seen[print_] += 1
-        prints.append(print_)
-        orders.append(_order(source.path, manifest, seq_length, key, config))
-    geometry = (ORDER_VERSION, seed, seq_length, config.chunk_tokens, config.chunks_per_group)
-    digest = hashlib.sha256(repr((geometry, prints, phases)).encode()).hexdigest()
-    shards = _all([partial(ShardSet, s.path, m) for s, m in zip(sources, manifests)])
-    return Dataset(shards, orders, Blend(phases), f"sha256:{digest}")
+    segments = parse_segments(state)
+    now = Segment(
+        first_sample=0,
+        seq_length=seq_length,
+        chunk_tokens=config.chunk_tokens,
+        chunks_per_group=config.chunks_per_group,
+        seed=seed if config.seed is None else config.seed,
+        sources=[
+            SourceState(path=s.path, fingerprint=m.fingerprint(), tokens=m.tokens)
+            for s, m in zip(sources, manifests)
+        ],
+        phases=_phases(sources),
+    )
+    _check_windows(now)
+    changed = bool(segments) and not segments[-1].same_as(now)
+    if not segments:
+        segments = [now]
+    elif changed and config.on_change == "continue":
+        assert state is not None, "segments come from a state"
+        consumed = int(state["consumed_samples"])
+        # A change where nothing was read since the last one replaces it.
+        kept = [segment for segment in segments if segment.first_sample < consumed]
+        segments = [*kept, now.model_copy(update={"first_sample": consumed if kept else 0})]
+    elif changed:
+        segments = [*segments[:-1], now.model_copy(update=_start_of(segments[-1]))]
+    shards = _all([partial(open_shards, s.path, m, remote) for s, m in zip(sources, manifests)])
+    dataset = Dataset(shards, segments)
+    if changed and config.on_change == "continue" and len(segments) > 1:
+        dataset.changes = notes(segments)
+    return dataset
+
+
+def _start_of(segment: Segment) -> dict[str, int]:
+    return {"first_sample": segment.first_sample}
+
+
+def open_earlier(config: DataConfig, segments: list[Segment], sample: int) -> Dataset:
+    """The dataset as it was at a sample of the run, to look at; `config` says how to read it.
+
+    Raises DataError where a folder of then is gone or holds other data now.
+    """
+    then = [segment for segment in segments if segment.first_sample <= sample]
+    remote, sources = Remote(config), then[-1].sources
+    manifests = _all([partial(open_manifest, source.path, remote) for source in sources])
+    problems = [
+        f"{source.path} must hold what the run read at sample {sample}: it holds other data now"
+        for source, manifest in zip(sources, manifests)
+        if manifest.fingerprint() != source.fingerprint
+    ]
+    if problems:
+        raise DataError(problems)
+    shards = _all([partial(open_shards, s.path, m, remote) for s, m in zip(sources, manifests)])
+    return Dataset(shards, then)
+
+
+def _check_windows(segment: Segment) -> None:
+    """Every source holds a window, or DataError."""
+    problems = []
+    for source in segment.sources:
+        try:
+            SourceOrder(tokens=source.tokens, seq_length=segment.seq_length, key=0)
+        except ValueError as error:
+            problems.append(f"{source.path}: {error}")
+    if problems:
+        raise DataError(problems)
 
 
 def open_validation(
@@ -187,25 +309,11 @@ def open_validation(
     if config.valid is None:
         return {}
     paths = {"": config.valid} if isinstance(config.valid, str) else config.valid
-    manifests = _all([partial(load_manifest, path) for path in paths.values()])
+    remote = Remote(config)
+    manifests = _all([partial(open_manifest, path, remote) for path in paths.values()])
     _check_same(manifests, list(paths.values()), vocab_size)
-    shards = _all([partial(ShardSet, p, m) for p, m in zip(paths.values(), manifests)])
+    shards = _all([partial(open_shards, p, m, remote) for p, m in zip(paths.values(), manifests)])
     return {name: ValidationSet(opened, seq_length) for name, opened in zip(paths, shards)}
-
-
-def _order(
-    path: str, manifest: Manifest, seq_length: int, key: int, config: DataConfig
-) -> SourceOrder:
-    try:
-        return SourceOrder(
-            tokens=manifest.tokens,
-            seq_length=seq_length,
-            key=key,
-            chunk_tokens=config.chunk_tokens,
-            chunks_per_group=config.chunks_per_group,
-        )
-    except ValueError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def _phases(sources: list[SourceConfig]) -> list[tuple[int, list[int]]]:

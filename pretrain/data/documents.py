@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads documents from files: JSON lines, text, and arrays of token ids, compressed or not."""
+"""Reads documents from files: JSON lines, Parquet, text, arrays of token ids, compressed or not."""
 
 import glob
 import gzip
@@ -15,10 +15,12 @@ import numpy as np
 import zstandard
 
 from pretrain.data.manifest import DataError
+from pretrain.data.parquet import parquet_texts
 
 _KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".parquet": "parquet",
     ".txt": "text",
     ".text": "text",
     ".md": "text",
@@ -26,7 +28,9 @@ _KINDS = {
     ".npy": "tokens",
 }
 _COMPRESSIONS = (".zst", ".gz")
-KNOWN = "*.jsonl, *.ndjson, *.txt, *.text, *.md, *.rst, *.npy, each also with .zst or .gz"
+KNOWN = (
+    "*.jsonl, *.ndjson, *.txt, *.text, *.md, *.rst, *.npy, each also with .zst or .gz, or *.parquet"
+)
 
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -35,7 +39,8 @@ _TOKENS_AT_ONCE = 1 << 22
 class InputFile:
     path: Path
     kind: str
-    """jsonl (a document a line), text (a document a file), tokens (documents end with an id)."""
+    """jsonl (a document a line), parquet (a document a row), text (a document a file), tokens
+    (documents end with an id)."""
 
     @property
     def size(self) -> int:
@@ -75,8 +80,10 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
 
 
 def _kind(path: Path) -> str | None:
-    name = path.with_suffix("") if path.suffix in _COMPRESSIONS else path
-    return _KINDS.get(name.suffix)
+    packed = path.suffix in _COMPRESSIONS
+    kind = _KINDS.get((path.with_suffix("") if packed else path).suffix)
+    # Parquet compresses its columns itself; a packed file could not be read in parts.
+    return None if packed and kind == "parquet" else kind
 
 
 class _Tracked(io.RawIOBase):
@@ -148,7 +155,7 @@ def open_input(file: InputFile, progress: list[int]) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Record:
-    """What a worker turns into documents: one line or one whole file."""
+    """What a worker turns into documents: one line, one row or one whole file."""
 
     content: bytes
     kind: str
@@ -156,11 +163,18 @@ class Record:
     line: int
 
     def place(self) -> str:
-        return f"{self.path}, line {self.line}" if self.kind == "jsonl" else self.path
+        words = {"jsonl": f", line {self.line}", "parquet": f", row {self.line}"}
+        return self.path + words.get(self.kind, "")
 
 
-def records(file: InputFile, progress: list[int]) -> Iterator[Record]:
-    """Lines of a JSON lines file, or a text file as one record."""
+def records(file: InputFile, progress: list[int], text_key: str = "text") -> Iterator[Record]:
+    """Lines of a JSON lines file, rows of a Parquet file, or a text file as one record.
+
+    `text_key` names the column of a Parquet file; the other columns are not read.
+    """
+    if file.kind == "parquet":
+        yield from parquet_records(file, progress, text_key)
+        return
     try:
         with open_input(file, progress) as stream:
             if file.kind == "text":
@@ -170,6 +184,17 @@ def records(file: InputFile, progress: list[int]) -> Iterator[Record]:
                 yield Record(line, "jsonl", str(file.path), number)
     except (zstandard.ZstdError, OSError, EOFError) as error:
         raise DataError(f"an input must be readable to its end; {file.path}: {error}") from None
+
+
+def parquet_records(file: InputFile, progress: list[int], text_key: str) -> Iterator[Record]:
+    """Rows of a Parquet file; a row without a text is an empty record, so that it is counted."""
+    number, done = 0, 0
+    for contents, share in parquet_texts(file.path, text_key):
+        progress[0] += int(share * file.size) - done
+        done = int(share * file.size)
+        for content in contents:
+            number += 1
+            yield Record(content, "parquet", str(file.path), number)
 
 
 def text_of(record: Record, text_key: str, counts: Counter[str]) -> str | None:
@@ -186,6 +211,8 @@ def text_of(record: Record, text_key: str, counts: Counter[str]) -> str | None:
         counts["documents with invalid UTF-8, repaired"] += 1
     if record.kind == "text":
         text = decoded.removeprefix("\ufeff")
+    elif record.kind == "parquet":
+        text = decoded
     else:
         line = decoded.removeprefix("\ufeff").strip("\r\n\t ")
         if not line:

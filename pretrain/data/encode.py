@@ -163,7 +163,7 @@ def encode_inputs(
     text_files = [file for file in files if file.kind != "tokens"]
     array_files = [file for file in files if file.kind == "tokens"]
     encoder = load_encoder(options.tokenizer, options.eod_id)
-    source = (record for file in text_files for record in records(file, progress))
+    source = (record for file in text_files for record in records(file, progress, options.text_key))
     skipped = sum(1 for _ in islice(source, skip_records))
     if workers <= 1:
         for batch in _batches(source):

@@ -9,13 +9,14 @@ of a step, and which of them share a micro-batch, do not depend on the number of
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fused_ops.errors import ConfigError
+from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.dataset import Dataset, ValidationSet
 
@@ -56,25 +57,6 @@ class BatchOptions:
             reset_position_ids=config.reset_position_ids,
             eod_mask_loss=config.eod_mask_loss,
         )
-
-
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Micro-batches a rank takes in a step. Raises ConfigError with the nearest valid sizes."""
-    unit = micro_batch_size * dp_size
-    if micro_batch_size < 1 or global_batch_size < 1:
-        raise ConfigError(
-            "train.global_batch_size and train.micro_batch_size must be at least 1; "
-            f"got {global_batch_size} and {micro_batch_size}"
-        )
-    if global_batch_size % unit:
-        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(
-            "train.global_batch_size must be divisible by train.micro_batch_size * data-parallel "
-            f"size = {micro_batch_size} * {dp_size} = {unit}; got {global_batch_size}: "
-            f"the nearest valid sizes are {nearest}"
-        )
-    return global_batch_size // unit
 
 
 class _Assembler:
@@ -154,16 +136,30 @@ class _Assembler:
         return torch.from_numpy(bounds.astype(np.int32))
 
 
+class Transfer(Protocol):
+    """Moves the batches of a step to where they are used, while the step before is computed."""
+
+    def start(self, batches: list[MicroBatch]) -> Any:
+        """In the thread that reads ahead."""
+
+    def finish(self, started: Any) -> list[MicroBatch]:
+        """In the thread that uses them."""
+
+
 class TrainLoader:
     """The micro-batches of this rank. Holds no position: `step` takes it.
 
     Args:
         dataset: the sequence of samples.
-        global_batch_size: samples of a step over all ranks.
+        global_batch_size: samples of a step over all ranks; also a schedule of them.
         micro_batch_size: samples of a micro-batch.
         dp_rank, dp_size: this rank among the data-parallel ranks.
         options: what batches say about documents.
         prefetch: prepare the following step in a thread.
+        ahead_samples: of this rank, that are fetched from an object store before they are needed.
+
+    Attributes:
+        transfer: None, or what moves the batches to a device.
 
     Raises:
         ConfigError: a global batch that micro-batch size times ranks does not divide.
@@ -172,53 +168,80 @@ class TrainLoader:
     def __init__(
         self,
         dataset: Dataset,
-        global_batch_size: int,
+        global_batch_size: int | BatchSizes,
         micro_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         options: BatchOptions | None = None,
         prefetch: bool = False,
+        ahead_samples: int = 256,
     ) -> None:
-        check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
-        self.dataset, self.global_batch_size = dataset, global_batch_size
+        sizes = global_batch_size
+        self.sizes = BatchSizes.of(sizes) if isinstance(sizes, int) else sizes
+        for size in self.sizes.sizes:
+            check_batch_sizes(size, micro_batch_size, dp_size)
+        self.dataset = dataset
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._assembler = _Assembler(dataset, micro_batch_size, options or BatchOptions())
+        self._ahead_samples = ahead_samples
+        self.transfer: Transfer | None = None
         self._pool = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
-        self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
+        self._ahead: tuple[tuple[int, int], Future[Any]] | None = None
 
     def step(self, consumed_samples: int, global_batch_size: int | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples.
 
-        `global_batch_size` overrides the loader's own, for a ramp of batch sizes.
+        `global_batch_size` overrides what the loader's sizes say.
         """
-        size = self.global_batch_size if global_batch_size is None else global_batch_size
-        if size != self.global_batch_size:
-            check_batch_sizes(size, self.micro_batch_size, self.dp_size)
+        size = self.sizes.at(consumed_samples) if global_batch_size is None else global_batch_size
+        check_batch_sizes(size, self.micro_batch_size, self.dp_size)
         wanted = (consumed_samples, size)
         if self._pool is None:
-            return self._make(*wanted)
+            return self._finished(self._make(*wanted))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == wanted:
             result = ahead[1].result()
         else:
             result = self._pool.submit(self._make, *wanted).result()
-        following = (consumed_samples + size, size)
+        consumed = consumed_samples + size
+        following = (consumed, self.sizes.at(consumed) if global_batch_size is None else size)
         self._ahead = (following, self._pool.submit(self._make, *following))
-        return result
+        return self._finished(result)
 
-    def _make(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        size = self.micro_batch_size
-        batches = []
-        for index in range(self.dp_rank, global_batch_size // size, self.dp_size):
-            first = consumed_samples + index * size
-            batches.append(self._assembler.micro_batch(index, list(range(first, first + size))))
+    def _finished(self, made: Any) -> list[MicroBatch]:
+        batches: list[MicroBatch] = made if self.transfer is None else self.transfer.finish(made)
         return batches
 
+    def _make(self, consumed_samples: int, global_batch_size: int) -> Any:
+        mine = self.samples(consumed_samples, global_batch_size)
+        if self.dataset.is_remote:
+            self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
+        batches = [self._assembler.micro_batch(index, ids) for index, ids in mine]
+        if self.dataset.is_remote:
+            self._fetch_ahead(consumed_samples + global_batch_size, global_batch_size)
+        return batches if self.transfer is None else self.transfer.start(batches)
+
+    def samples(self, consumed_samples: int, global_batch_size: int) -> list[tuple[int, list[int]]]:
+        """(number in the global batch, samples) of this rank's micro-batches of a step."""
+        size = self.micro_batch_size
+        numbers = range(self.dp_rank, global_batch_size // size, self.dp_size)
+        firsts = [consumed_samples + number * size for number in numbers]
+        return [(n, list(range(first, first + size))) for n, first in zip(numbers, firsts)]
+
+    def _fetch_ahead(self, consumed_samples: int, global_batch_size: int) -> None:
+        found: list[int] = []
+        while len(found) < self._ahead_samples:
+            mine = self.samples(consumed_samples, global_batch_size)
+            found += [sample for _, ids in mine for sample in ids]
+            consumed_samples += global_batch_size
+        self.dataset.fetch(found, until_here=False)
+
     def close(self) -> None:
-        """Ends the prefetch thread."""
+        """Ends the prefetch thread, and the data's own."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+        self.dataset.close()
 
 
 class ValidLoader:
@@ -248,11 +271,20 @@ class ValidLoader:
         All ranks get equally many. Where the set ends, samples are padding (id -1, no loss), so
         the mean weighted with `loss_mask` over all ranks is that of the set's own tokens.
         """
-        size = self.micro_batch_size
         for number in range(len(self) if count is None else min(count, len(self))):
-            batch = []
-            for index in range(self.dp_rank, self.global_batch_size // size, self.dp_size):
-                first = number * self.global_batch_size + index * size
-                ids = [i if i < len(self.dataset) else -1 for i in range(first, first + size)]
-                batch.append(self._assembler.micro_batch(index, ids))
-            yield batch
+            yield self.read(number)
+
+    def samples(self, number: int) -> list[tuple[int, list[int]]]:
+        """(number in the global batch, samples) of this rank's micro-batches; -1 is padding."""
+        size, total, found = self.micro_batch_size, len(self.dataset), []
+        for index in range(self.dp_rank, self.global_batch_size // size, self.dp_size):
+            first = number * self.global_batch_size + index * size
+            found.append((index, [i if i < total else -1 for i in range(first, first + size)]))
+        return found
+
+    def read(self, number: int) -> list[MicroBatch]:
+        """This rank's micro-batches of global batch `number`."""
+        mine = self.samples(number)
+        if self.dataset.is_remote:
+            self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
+        return [self._assembler.micro_batch(index, ids) for index, ids in mine]

@@ -9,7 +9,7 @@ on the manifest and on nothing that a file system decides.
 import hashlib
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -81,15 +81,35 @@ class Manifest(BaseModel):
         return np.cumsum(np.array([shard.tokens for shard in self.shards], dtype=np.int64))
 
 
-def load_manifest(directory: str | Path) -> Manifest:
-    """Reads DIRECTORY/manifest.json. Raises DataError when it is missing or unreadable."""
-    path = Path(directory) / MANIFEST_NAME
+class Reader(Protocol):
+    """What a manifest in an object store is read with."""
+
+    def read_all(self, name: str) -> bytes:
+        """A whole object. Raises FileNotFoundError."""
+
+
+def load_manifest(directory: str | Path, store: Reader | None = None) -> Manifest:
+    """Reads DIRECTORY/manifest.json, from `store` where the folder is a URL.
+
+    Raises DataError when it is missing or unreadable.
+    """
+    if store is not None:
+        place = f"{directory}/{MANIFEST_NAME}"
+        try:
+            return _parse_manifest(store.read_all(MANIFEST_NAME), place, str(directory))
+        except FileNotFoundError:
+            raise DataError(f"a data folder must hold {MANIFEST_NAME}; no {place}") from None
+    path = Path(str(directory).removeprefix("file://")) / MANIFEST_NAME
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         raise DataError(_missing(path)) from None
     except OSError as error:
         raise DataError(f"a manifest must be readable; {path}: {error.strerror}") from None
+    return _parse_manifest(text, str(path), str(path.parent))
+
+
+def _parse_manifest(text: bytes, path: str, folder: str) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -97,7 +117,7 @@ def load_manifest(directory: str | Path) -> Manifest:
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(
             f"a manifest must be whole and of version 1; {path}: {where} {first['msg']}; "
-            f"write it again with `python -m tools.preprocess index {path.parent}`"
+            f"write it again with `python -m tools.preprocess index {folder}`"
         ) from None
     if not manifest.shards or manifest.tokens == 0:
         raise DataError(f"a folder of shards must hold at least one token; {path} holds none")

@@ -18,7 +18,7 @@ Arbitrary Finite Domains", CT-RSA 2002).
 
 import hashlib
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -75,9 +75,60 @@ class Permutation:
         return (high << np.uint64(low_bits)) | low
 
 
+class Order(Protocol):
+    """Sample number of a source -> first token of its window."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the source's stream."""
+
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """seq_length, chunk_tokens, chunks_per_group."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Windows of a whole epoch."""
+
+    def starts(self, index: np.ndarray) -> np.ndarray:
+        """int64[n] sample numbers from 0 -> int64[n] first tokens in [0, tokens)."""
+
+    def epochs(self, index: int) -> float:
+        """Passes over the source that the first `index` samples are."""
+
+    def remaining(self, index: int) -> "Remaining":
+        """What the epoch of sample `index` still holds."""
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """The windows of an epoch from some sample on.
+
+    epoch: its number. groups: in the order in which they are read, the stretches of the stream
+    that each group of samples covers: int64[k, 2] first token and tokens.
+    """
+
+    epoch: int
+    groups: list[np.ndarray]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all stretches."""
+        return sum(int(group[:, 1].sum()) for group in self.groups)
+
+
+def stretches(windows: np.ndarray, seq_length: int) -> np.ndarray:
+    """int64[n] numbers of windows -> int64[k, 2]: first token and tokens where they adjoin."""
+    ordered = np.sort(windows)
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    first = np.concatenate((ordered[:1], ordered[breaks]))
+    last = np.concatenate((ordered[breaks - 1], ordered[-1:]))
+    return np.stack((first, last - first + 1), axis=1) * seq_length
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceOrder:
-    """Sample number of a source -> first token of its window."""
+    """The order of a source that is read from its beginning with windows of one length."""
 
     tokens: int
     seq_length: int
@@ -96,6 +147,14 @@ class SourceOrder:
     @property
     def samples_per_epoch(self) -> int:
         return self.tokens // self.seq_length
+
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        return self.seq_length, self.chunk_tokens, self.chunks_per_group
+
+    def epochs(self, index: int) -> float:
+        """Passes over the source that the first `index` samples are."""
+        return index / self.samples_per_epoch
 
     @property
     def chunk_windows(self) -> int:
@@ -134,6 +193,33 @@ class SourceOrder:
         window = chunk * chunk_windows + offset
         start = self.turn(epoch) + window * self.seq_length
         return cast(np.ndarray, start % self.tokens)
+
+    def remaining(self, index: int) -> Remaining:
+        """What the epoch of sample `index` still holds; nothing where an epoch starts there."""
+        num_windows, size = self.samples_per_epoch, self.chunk_windows
+        epoch, position = divmod(index, num_windows)
+        if position == 0:
+            return Remaining(epoch - 1, [])
+        turn = self.turn(epoch)
+        group = position // (size * self.chunks_per_group)
+        end = min((group + 1) * size * self.chunks_per_group, num_windows)
+        rest = self.starts(index - position + np.arange(position, end))
+        windows = (rest - turn) % self.tokens // self.seq_length
+        groups = [stretches(windows, self.seq_length)]
+        num_chunks = num_windows // size
+        slots = np.arange(-(-end // size), -(-num_windows // size), dtype=np.int64)
+        chunks = slots.copy()
+        whole = slots < num_chunks
+        if whole.any():
+            order = Permutation(num_chunks, derive_key(self.key, "chunks", epoch))
+            chunks[whole] = order(slots[whole])
+        lengths = np.minimum(size, num_windows - chunks * size)
+        runs = np.stack((chunks * size, lengths), axis=1) * self.seq_length
+        for first in range(0, slots.size, self.chunks_per_group):
+            groups.append(runs[first : first + self.chunks_per_group])
+        for runs in groups:
+            runs[:, 0] = (runs[:, 0] + turn) % self.tokens
+        return Remaining(epoch, groups)
 
     def turn(self, epoch: int) -> int:
         """Token at which the epoch's first window starts."""

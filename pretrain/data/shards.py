@@ -8,13 +8,16 @@ rather than a memory map: a file that is cut while a run uses it is then an erro
 bus error, and the resident memory of a rank stays flat.
 """
 
+import contextlib
 import os
 import struct
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -60,11 +63,15 @@ class ShardIndex:
 
 def read_index(path: str | Path) -> ShardIndex:
     """Reads and checks an .idx file on its own. Raises DataError with file and offset."""
-    path = Path(path)
     try:
-        content = path.read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"a shard must have a readable index; {path}: {error.strerror}") from None
+    return parse_index(content, str(path))
+
+
+def parse_index(content: bytes, path: str) -> ShardIndex:
+    """Checks the content of an .idx file on its own. Raises DataError with `path` and offset."""
     if len(content) < INDEX_HEADER.size:
         raise DataError(
             f"an index must hold its {INDEX_HEADER.size} byte header; "
@@ -92,7 +99,7 @@ def read_index(path: str | Path) -> ShardIndex:
 
 
 def _check_index(
-    path: Path, dtype: str, lengths: np.ndarray, offsets: np.ndarray, marks: np.ndarray
+    path: str, dtype: str, lengths: np.ndarray, offsets: np.ndarray, marks: np.ndarray
 ) -> None:
     at = INDEX_HEADER.size
     if lengths.size and int(lengths.min()) < 0:
@@ -121,6 +128,7 @@ class _OpenShard:
 
     def __init__(self, prefix: Path, info: ShardInfo) -> None:
         self.prefix, self.info = prefix, info
+        self.bin_name = str(bin_path(prefix))
         self.dtype = np.dtype(info.dtype)
         check_sizes(prefix, info)
         self.descriptor = os.open(bin_path(prefix), os.O_RDONLY)
@@ -134,14 +142,14 @@ class _OpenShard:
             end = first * self.dtype.itemsize + got
             raise DataError(
                 f"a shard must keep its {self.info.tokens} tokens while it is used; "
-                f"{bin_path(self.prefix)} now ends at byte {end}"
+                f"{self.bin_name} now ends at byte {end}"
             )
         return tokens
 
     def document_starts(self) -> np.ndarray:
         if self._starts is None:
             index = read_index(idx_path(self.prefix))
-            check_index_against(self.prefix, index, self.info)
+            check_index_against(str(idx_path(self.prefix)), index, self.info)
             self._starts = index.document_starts()
         return self._starts
 
@@ -162,41 +170,67 @@ def idx_path(prefix: str | Path) -> Path:
 
 def check_sizes(prefix: Path, info: ShardInfo) -> None:
     """The .bin file has the manifest's size and an .idx file lies beside it, or DataError."""
-    expected = info.tokens * ITEM_SIZES[info.dtype]
+    folder = str(prefix).removesuffix(info.name)
+    sizes = {}
     for path in (bin_path(prefix), idx_path(prefix)):
-        if not path.exists():
-            raise DataError(
-                f"each shard of a manifest must exist; {path} is missing "
+        with contextlib.suppress(FileNotFoundError):
+            sizes[str(path).removeprefix(folder)] = os.path.getsize(path)
+    problems = size_problems(sizes, folder, info)
+    if problems:
+        raise DataError(problems)
+
+
+def size_problems(sizes: Mapping[str, int], folder: str, info: ShardInfo) -> list[str]:
+    """What is wrong with a shard, by {name in the folder: bytes} of its files."""
+    expected = info.tokens * ITEM_SIZES[info.dtype]
+    for name in (f"{info.name}.bin", f"{info.name}.idx"):
+        if name not in sizes:
+            return [
+                f"each shard of a manifest must exist; {folder}{name} is missing "
                 f"(the manifest says {info.tokens} tokens): restore it, or index the folder again"
-            )
-    size = os.path.getsize(bin_path(prefix))
-    if size != expected:
-        raise DataError(
-            f"a shard of {info.tokens} {info.dtype} tokens must hold {expected} bytes; "
-            f"{bin_path(prefix)} ends at byte {size}: restore it, or index the folder again"
-        )
+            ]
+    size = sizes[f"{info.name}.bin"]
+    if size == expected:
+        return []
+    return [
+        f"a shard of {info.tokens} {info.dtype} tokens must hold {expected} bytes; "
+        f"{folder}{info.name}.bin ends at byte {size}: restore it, or index the folder again"
+    ]
 
 
-def check_index_against(prefix: Path, index: ShardIndex, info: ShardInfo) -> None:
-    """Index and manifest agree, or DataError."""
+def check_index_against(path: str, index: ShardIndex, info: ShardInfo) -> None:
+    """Index and manifest agree, or DataError naming the index file."""
     said = (info.dtype, info.tokens, info.documents)
     found = (index.dtype, index.tokens, index.documents)
     if said != found:
         raise DataError(
             "an index must agree with the manifest on type, tokens and documents; "
-            f"{idx_path(prefix)} has {found}, the manifest says {said}: the manifest is stale, "
+            f"{path} has {found}, the manifest says {said}: the manifest is stale, "
             "index the folder again"
         )
+
+
+class Shard(Protocol):
+    """One shard that can be read."""
+
+    info: ShardInfo
+    bin_name: str
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Tokens [first, first + count) of the shard, in the shard's own type."""
+
+    def document_starts(self) -> np.ndarray:
+        """int64[documents]: token of the shard at which each document starts."""
 
 
 class ShardSet:
     """All shards of a folder as one ring of `tokens` tokens. Opens files as they are needed."""
 
     def __init__(self, directory: str | Path, manifest: Manifest) -> None:
-        self.directory, self.manifest = Path(directory), manifest
+        self.directory, self.manifest = directory, manifest
         self._ends: list[int] = manifest.token_ends().tolist()
         self.tokens = self._ends[-1]
-        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._open: OrderedDict[int, Shard] = OrderedDict()
         self._lock = threading.Lock()
         # A uint16 cannot exceed a vocabulary of 65 536, and so on: nothing to look for then.
         self._vocab_size = manifest.vocab_size
@@ -205,41 +239,54 @@ class ShardSet:
             for name in ITEM_SIZES
         }
         if len(manifest.shards) <= _CHECK_AT_START:
-            for info in manifest.shards:
-                check_sizes(self.directory / info.name, info)
+            self.check_start()
+
+    def check_start(self) -> None:
+        """Every file is there, with the size that the manifest says, or DataError."""
+        for info in self.manifest.shards:
+            check_sizes(Path(self.directory) / info.name, info)
+
+    def make_shard(self, info: ShardInfo) -> Shard:
+        """Opens one shard."""
+        return _OpenShard(Path(self.directory) / info.name, info)
+
+    def parts(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, first token in it, tokens) that make up [start, start + count) of the ring."""
+        while count > 0:
+            number = bisect_right(self._ends, start)
+            first = self._ends[number - 1] if number else 0
+            taken = min(count, self._ends[number] - start)
+            yield number, start - first, taken
+            count -= taken
+            start = (start + taken) % self.tokens
 
     def window(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of the ring, in the shards' own integer type.
 
         Raises DataError when a file is missing or cut, or an id is outside the vocabulary.
         """
-        pieces = []
-        while count > 0:
-            number = bisect_right(self._ends, start)
-            first = self._ends[number - 1] if number else 0
-            taken = min(count, self._ends[number] - start)
-            pieces.append(self._read(number, start - first, taken))
-            count -= taken
-            start = (start + taken) % self.tokens
+        pieces = [self._read(*part) for part in self.parts(start, count)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """int64[k]: positions in the window [start, start + count) where a document starts."""
         pieces, done = [], 0
-        while done < count:
-            number = bisect_right(self._ends, start)
-            first = self._ends[number - 1] if number else 0
-            taken = min(count - done, self._ends[number] - start)
-            starts = self._shard(number).document_starts()
-            low, high = np.searchsorted(starts, [start - first, start - first + taken])
+        for number, first, taken in self.parts(start, count):
+            starts = self.shard(number).document_starts()
+            low, high = np.searchsorted(starts, [first, first + taken])
             # Empty documents share a start.
-            pieces.append(np.unique(starts[low:high]) - (start - first) + done)
+            pieces.append(np.unique(starts[low:high]) - first + done)
             done += taken
-            start = (start + taken) % self.tokens
         return np.concatenate(pieces)
 
+    def fetch(self, windows: Iterable[tuple[int, int]], *, until_here: bool) -> None:
+        """Says which (start, count) are read next; local files need no such word."""
+
+    def close(self) -> None:
+        """Ends what `fetch` started."""
+
     def _read(self, number: int, first: int, count: int) -> np.ndarray:
-        shard = self._shard(number)
+        shard = self.shard(number)
         tokens = shard.read(first, count)
         if self._may_exceed[shard.info.dtype]:
             # Negative ids are large as unsigned numbers.
@@ -248,20 +295,21 @@ class ShardSet:
                 raise DataError(self._outside(shard, first, tokens))
         return tokens
 
-    def _outside(self, shard: _OpenShard, first: int, tokens: np.ndarray) -> str:
+    def _outside(self, shard: Shard, first: int, tokens: np.ndarray) -> str:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0]
         where = (first + int(wrong)) * tokens.itemsize
         return (
-            f"token ids must be in [0, {self._vocab_size}); {bin_path(shard.prefix)}, byte "
+            f"token ids must be in [0, {self._vocab_size}); {shard.bin_name}, byte "
             f"{where}, has {int(tokens[wrong])}: the shard is damaged or of another tokenizer"
         )
 
-    def _shard(self, number: int) -> _OpenShard:
+    def shard(self, number: int) -> Shard:
+        """One shard, opened when first asked for."""
         with self._lock:
             shard = self._open.get(number)
             if shard is None:
                 info = self.manifest.shards[number]
-                shard = self._open[number] = _OpenShard(self.directory / info.name, info)
+                shard = self._open[number] = self.make_shard(info)
                 if len(self._open) > _MAX_OPEN:
                     self._open.popitem(last=False)
             else:

@@ -24,6 +24,10 @@ _MIN_VOCAB = 257
 # Longer text is encoded in slices of about this many characters, so that memory stays bounded.
 _SLICE = 1 << 19
 
+# A trainer takes time that grows with the square of a run of one character ("xxxx..."), so that a
+# line of megabytes would never end: in training a word is at most twice this long.
+_TRAIN_SLICE = 2048
+
 # Where GPT-like pre-tokenizers always cut: before a space that follows a letter or a digit.
 _CUT = re.compile(r"(?<=[^\W_]) ")
 
@@ -62,8 +66,8 @@ def slices(text: str, size: int = _SLICE) -> Iterator[str]:
     """Cuts text where the ids do not depend on it; a run without such a place is cut anyway."""
     start = 0
     while len(text) - start > size:
-        cuts = [match.start() for match in _CUT.finditer(text, start + size, start + 2 * size)][:1]
-        stop = cuts[0] if cuts else min(start + 2 * size, len(text))
+        cut = _CUT.search(text, start + size, start + 2 * size)
+        stop = cut.start() if cut else min(start + 2 * size, len(text))
         yield text[start:stop]
         start = stop
     if start < len(text):
@@ -145,7 +149,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, show_progress: boo
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=show_progress,
     )
-    pieces = (piece for text in texts for piece in slices(text))
+    pieces = (piece for text in texts for piece in slices(text, _TRAIN_SLICE))
     tokenizer.train_from_iterator(pieces, trainer)
     return str(tokenizer.to_str(pretty=True))
 

@@ -3,11 +3,12 @@
 
 import pytest
 import torch
-from megatron.core.transformer import mlp as upstream
+from megatron.core.transformer import attention, mlp as upstream
 from megatron.core.transformer.moe import experts
 
 from fused_ops.activation import squared_relu, swiglu
 from fused_ops.errors import ConfigError
+from models import attention as own_attention
 from models.experts import GroupedMLP
 from models.mlp import MLP, SharedExpertMLP, fused_activation
 from models.norm import Norm, ResidualNorm
@@ -92,3 +93,52 @@ def test_the_norm_hands_the_residual_on():
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     with pytest.raises(ConfigError, match="layernorm cannot be recomputed"):
         toy.make("*-", **recomputed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "model"),
+    [
+        ({}, {}),
+        ({"qk_layernorm": True}, {"rotary_percent": 0.5}),
+        ({"rotary_interleaved": True}, {}),
+        ({"attention_output_gate": True}, {}),
+        ({"no_rope_freq": [1]}, {}),
+        ({}, {"position_embedding": "none"}),
+    ],
+)
+def test_self_attention_is_upstreams(fields, model, monkeypatch):
+    """Bit for bit in fp32, also where the fused op is not used."""
+    (chunk,), config = toy.make("*", model=model, **fields)
+    layer = chunk.decoder.layers[0].self_attention
+    assert type(layer) is own_attention.SelfAttention
+    rotated = []
+    for name in ("rope", "split_rope"):
+        op = getattr(own_attention, name)
+        monkeypatch.setattr(
+            own_attention,
+            name,
+            lambda x, a, *r, op=op: rotated.append(a is not None) or op(x, a, *r),
+        )
+    angles = None
+    if model.get("position_embedding") != "none":
+        angles = chunk.rotary_pos_emb(6)
+        assert angles.shape == (6, 1, 1, int(config.kv_channels * model.get("rotary_percent", 1)))
+    x = torch.randn(6, 2, config.hidden_size)
+
+    def run(forward):
+        out, gradients = kernels.run(
+            lambda x: forward(layer, x, attention_mask=None, rotary_pos_emb=angles)[0], (x,)
+        )
+        return [*out, *gradients]
+
+    got = run(type(layer).forward)
+    fused = angles is not None and not {"rotary_interleaved", "no_rope_freq"} & set(fields)
+    assert any(rotated) is fused
+    rotated.clear()
+    want = run(attention.SelfAttention.forward)
+    assert not any(rotated), "upstream's own path was to be compared"
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
+    if fused:
+        plain = attention.SelfAttention.forward(layer, x, attention_mask=None)[0]
+        assert not torch.equal(got[0], plain)

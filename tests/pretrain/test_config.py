@@ -104,7 +104,7 @@ def test_no_word_about_what_a_wrong_setting_would_decide(tmp_path):
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ({"global_batch_size": 6, "micro_batch_size": 4}, "the next one is 8"),
+        ({"global_batch_size": 6, "micro_batch_size": 4}, "the nearest valid sizes are 4 and 8"),
         ({"dtype": "fp8"}, "train.dtype must be 'fp32', 'bf16' or 'fp16'; got 'fp8'"),
         ({"steps": 1.5}, "train.steps must be a valid integer"),
         ({"global_batch_size": 0}, "greater than or equal to 1"),
@@ -127,7 +127,10 @@ def test_what_this_machine_lacks(tmp_path):
 def test_more_processes_need_a_batch_that_divides(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     text = "\n".join(_problems(toy_config(make_toy(tmp_path)), for_training=True))
-    assert "micro_batch_size * data-parallel ranks = 4 * 3; got 8; the next one is 12" in text
+    assert (
+        "micro_batch_size * data-parallel ranks = 4 * 3; got 8; the nearest valid size is 12"
+        in text
+    )
     data = toy_config(make_toy(tmp_path), parallel={"expert_model_parallel_size": 2})
     assert "expert_model_parallel_size" in "\n".join(_problems(data, for_training=True))
 

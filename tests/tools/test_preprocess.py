@@ -2,6 +2,7 @@
 """Preprocessing: round trip, shuffled and held-out documents, resume, bad input."""
 
 import gzip
+import hashlib
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow
 import pytest
 import zstandard
+from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from pretrain.data.manifest import load_manifest
@@ -228,20 +231,105 @@ def test_slices_do_not_change_the_ids(texts, tokenizer):
     assert run_without_space == "x" * 5000
 
 
+def test_training_on_a_line_of_one_character_ends(tmp_path):
+    """A trainer takes the square of a word's length: minutes for this one without a bound."""
+    write_lines(tmp_path / "in.jsonl", ["x" * 1_000_000, "words and words"])
+    began = time.process_time()
+    assert run(tmp_path / "in.jsonl", tmp_path / "out", "train:300", "--valid-fraction", "0") == 0
+    assert time.process_time() - began < 60
+    assert sorted(map(len, decode(tmp_path / "out"))) == [15, 1_000_000]
+
+
+LONG_LINES = """
+import json, resource, sys, time
+from tools import preprocess
+began = time.process_time()
+assert preprocess.main(sys.argv[1:]) == 0
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([time.process_time() - began, used]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_line_of_50_mb(tmp_path, tokenizer):
+    """In time and memory that grow with the line, also while a tokenizer is trained on it."""
     text = "some words, and more words. " * 1_900_000
-    write_lines(tmp_path / "in.jsonl", [text, "x" * 3_000_000])
-    assert run(tmp_path / "in.jsonl", tmp_path / "out", tokenizer, "--valid-fraction", "0") == 0
-    assert sorted(decode(tmp_path / "out")) == sorted([text, "x" * 3_000_000])
+    texts_ = [text, "x" * 3_000_000]
+    write_lines(tmp_path / "in.jsonl", texts_)
+    for name, spec in (("given", str(tokenizer)), ("trained", "train:400")):
+        arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / name)]
+        arguments += ["--tokenizer", spec, "--workers", "1", "--valid-fraction", "0"]
+        done = subprocess.run(
+            [sys.executable, "-c", LONG_LINES, *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=True,
+        )
+        seconds, megabytes = json.loads(done.stdout.splitlines()[-1])
+        assert seconds < 200
+        assert megabytes < 2500
+        # Not `==` on the texts in an assertion: explaining a difference of 50 MB never ends.
+        found = [len(ids) for ids in read_documents(tmp_path / name / "train")]
+        assert len(found) == 2
+        digests = {hashlib.sha256(t.encode()).digest() for t in decode(tmp_path / name)}
+        assert digests == {hashlib.sha256(t.encode()).digest() for t in texts_}
+
+
+def write_parquet(path, column):
+    table = pyarrow.table({"id": list(range(len(column))), "text": column})
+    parquet.write_table(table, path, row_group_size=7)
+
+
+def test_parquet_gives_the_shards_of_json_lines(tmp_path, texts, tokenizer, monkeypatch):
+    write_lines(tmp_path / "in.jsonl", texts)
+    write_parquet(tmp_path / "in.parquet", texts)
+    write_parquet(tmp_path / "packed.parquet", pyarrow.array(texts).dictionary_encode())
+    run(tmp_path / "in.jsonl", tmp_path / "one", tokenizer, "--valid-fraction", "0.2")
+    for name in ("in", "packed"):
+        with monkeypatch.context() as patch:
+            patch.setattr("pretrain.data.parquet._ROWS", 5)
+            more = ["--valid-fraction", "0.2"]
+            assert run(tmp_path / f"{name}.parquet", tmp_path / name, tokenizer, *more) == 0
+        assert tree(tmp_path / name) == tree(tmp_path / "one")
+
+
+def test_parquet_counts_what_is_empty_or_repaired(tmp_path, tokenizer):
+    # A writer that does not check its strings leaves bytes that are not UTF-8.
+    raw = pyarrow.array([b"kept", b"", None, b"bad \xff byte"], pyarrow.binary())
+    broken = pyarrow.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
+    write_parquet(tmp_path / "in.parquet", broken)
+    more = ["--valid-fraction", "0"]
+    assert run(tmp_path / "in.parquet", tmp_path / "out", tokenizer, *more) == 0
+    assert sorted(decode(tmp_path / "out")) == ["bad \ufffd byte", "kept"]
+    counts = load_manifest(tmp_path / "out" / "train").counts
+    assert counts == {
+        "documents with invalid UTF-8, repaired": 1,
+        "empty documents, skipped": 2,
+    }
+
+
+def test_parquet_without_its_column_or_package_is_named(tmp_path, tokenizer, capsys, monkeypatch):
+    write_parquet(tmp_path / "in.parquet", [1, 2, 3])
+    source, output = tmp_path / "in.parquet", tmp_path / "out"
+    assert run(source, output, tokenizer) == 2
+    assert "has text of type int64: name another column" in capsys.readouterr().err
+    assert run(source, output, tokenizer, "--text-key", "body") == 2
+    assert "must have a column 'body'" in (error := capsys.readouterr().err)
+    assert "has id, text" in error
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert run(source, output, tokenizer) == 2
+    assert "pip install pyarrow" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("in.pdf", b"x", "an input must be one of"),
-        ("in.parquet", b"x", "an input must be one of"),
+        ("in.parquet", b"x", "readable to its end"),
+        ("in.parquet.gz", b"x", "an input must be one of"),
         ("in.jsonl", b'{"text": "a"}\nnot json\n', "in.jsonl, line 2"),
         ("in.jsonl", b'{"content": "a"}\n', "has content: name another key with --text-key"),
         ("in.jsonl", b"[1]\n", "string 'text'"),

@@ -18,7 +18,8 @@ from pretrain.data import (
     open_dataset,
     open_validation,
 )
-from pretrain.data.loader import BatchOptions, check_batch_sizes
+from pretrain.data.batch_sizes import check_batch_sizes
+from pretrain.data.loader import BatchOptions
 from tests.pretrain.data.shard_folders import EOD, VOCAB, documents, write_folder
 
 SEQ = 16
@@ -160,7 +161,7 @@ def test_prefetch_reports_damage_at_the_step_that_needs_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("global_batch", "micro", "dp_size", "nearest"),
-    [(10, 1, 4, "8 or 12"), (12, 5, 1, "10 or 15"), (3, 2, 4, "are 8")],
+    [(10, 1, 4, "8 and 12"), (12, 5, 1, "10 and 15"), (3, 2, 4, "size is 8")],
 )
 def test_a_global_batch_that_does_not_divide_names_the_nearest(
     dataset, global_batch, micro, dp_size, nearest

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preflight: problems with their remedies, and what it says of ranks, memory and time."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from fused_ops.recipe import get_recipe
+from models.config import ParallelConfig
+from models.memory import rank_parameters
+from models.throughput import DEVICES, product_kind
+from pretrain.config import start_problems
+from pretrain.preflight import GIB, fewest_processes, in_flight, preflight
+from pretrain.preflight_text import render
+from tests.toy import make_toy, toy_config
+
+H200 = DEVICES["h200"]
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A run of the 12B hybrid on no data, with changes."""
+
+    def write(**sections):
+        data = {
+            "run": {"dir": str(tmp_path / "runs")},
+            "model": {"preset": "nvfp4-paper-12b"},
+            "data": {"train": str(tmp_path / "none")},
+            "train": {"steps": 50, "global_batch_size": 16},
+            "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "precision": {"recipe": "nvfp4", "plan": "nvfp4_paper"},
+        }
+        for name, changes in sections.items():
+            data[name] = data.get(name, {}) | changes
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+    return write
+
+
+def test_the_12b_hybrid_on_four_gpus(run_file):
+    found = preflight(run_file(), [], H200, 4)
+    assert found.problems == []
+    (memory,) = found.memory
+    assert found.parameters.total == pytest.approx(12.31e9, rel=0.01)
+    # TP2 x DP2: half of the weights; FP32 gradients; masters and moments of a half of those
+    states = memory.parameters * (2 + 4 + 12 / 2)
+    own = sum(memory.parts[name] for name in ("weights", "gradients", "optimizer"))
+    assert own == pytest.approx(states, rel=1e-4)
+    assert own / GIB == pytest.approx(68.8, abs=0.1)
+    assert 80 < memory.total / GIB < 110
+    assert found.step.limit == "products"
+    text = render(found)
+    for piece in (
+        "no problem found",
+        "with rank 0: tensor 0 1; data 0 2",
+        "kept, operands: nvfp4",
+        "measured: BF16",
+        "ASSUMED: rate of attention",
+        "GPU-hours",
+    ):
+        assert piece in text
+
+
+def test_ten_thousand_ranks_and_ten_trillion_tokens_fit_on_a_screen(run_file):
+    steps = 10**13 // (10_240 * 8192)
+    path = run_file(
+        train={"steps": steps, "global_batch_size": 10_240},
+        parallel={"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
+    )
+    found = preflight(path, [], DEVICES["gb300"], 10_240)
+    text = render(found)
+    assert found.problems == []
+    assert len(text.splitlines()) < 50
+    assert "10T tokens" in text
+    assert "never run here" in text
+    assert "data 0 2 4 .. 5118; pipeline 0 5120" in text
+    hours = found.step.total * steps / 3600 * 10_240
+    assert f"{hours:,.1f} GPU-hours" in text
+
+
+def test_every_problem_at_once_with_its_remedy(run_file):
+    path = run_file(
+        model={"preset": "llama3-8b", "pattern": "*-" * 15, "seq_length": 1000},
+        parallel={
+            "tensor_model_parallel_size": 3,
+            "pipeline_model_parallel_size": 4,
+            "context_parallel_size": 3,
+        },
+        train={"micro_batch_size": 0},
+    )
+    found = preflight(path, ["train.micro_batch_size=1"], H200, 40)
+    text = "\n".join(found.problems)
+    for piece in (
+        "30 layers, which 4 pipeline stages do not divide",
+        "*-*-*-*-|*-*-*-*-|*-*-*-*|-*-*-*-; 28 or 32 layers",
+        "use 990 or 1008",
+        "num_attention_heads (32) must be a multiple of the 3 processes",
+        "the next one is 33, the one before 30",
+        "the nearest such size is 2",
+        "= 36; got 40; start 72, the one before 36",
+    ):
+        assert piece in text, piece
+    assert found.memory == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "world", "said"),
+    [
+        ({"train": {"global_batch_size": 9}}, 8, "the nearest valid sizes are 8 and 12"),
+        ({"parallel": {"expert_model_parallel_size": 2}}, 4, "no experts to cut"),
+        (
+            {"parallel": {"virtual_pipeline_model_parallel_size": 2}},
+            4,
+            "needs a pipeline",
+        ),
+        ({"model": {"vocab_size": 100, "make_vocab_size_divisible_by": 5}}, 2, None),
+        (
+            {"model": {"vocab_size": 257, "make_vocab_size_divisible_by": 1}},
+            2,
+            "padded vocabulary (257) must be a multiple of the 2 processes",
+        ),
+        (
+            {"data": {"isolate_documents": True}, "model": {"pattern": "*-*-/*-"}},
+            2,
+            "isolate_documents does not go with multi-token prediction",
+        ),
+        ({"model": {"pattern": "*-||*-"}}, 2, "a pipeline stage without layers"),
+        ({"train": {"micro_batch_size": 16, "global_batch_size": 64}}, 8, "a rank needs"),
+    ],
+)
+def test_problems(run_file, sections, world, said):
+    found = preflight(run_file(**sections), [], H200, world)
+    if said is None:
+        assert found.problems == []
+    else:
+        assert any(said in text for text in found.problems), found.problems
+
+
+def test_data_and_checkpoints_are_looked_at(tmp_path):
+    folder = make_toy(tmp_path)
+    data = toy_config(folder, model={"vocab_size": 100})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    found = preflight(path, [], H200)
+    said = "model.vocab_size must be at least the data's; got 100 and 128"
+    assert any(said in text for text in found.problems)
+    assert any("set it to 128" in p for p in start_problems(found.config, 1))
+    assert preflight(path, ["model.vocab_size=128"], H200).problems == []
+    open_vocab = preflight(path, ["model.vocab_size=null"], H200)
+    assert open_vocab.shape.vocab_size == 128
+
+
+def test_a_document_in_one_scale_with_others_is_noted(run_file):
+    path = run_file(data={"isolate_documents": True})
+    noted = [n for n in preflight(path, [], H200, 2).notes if "isolate_documents" in n]
+    assert len(noted) == 1
+    assert noted[0].startswith("data.isolate_documents: nvfp4 scale")
+    local = preflight(path, ["precision.recipe=nvfp4_pow2"], H200, 2).notes
+    assert not [n for n in local if "isolate_documents" in n]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "overrides", "said"),
+    [
+        ({"tensor_model_parallel_size": 2}, [], None),
+        # the decays of 160 heads are a part of their own: 40 on each of 4 ranks
+        ({"tensor_model_parallel_size": 4}, [], "in_proj: dgrad contracts 160 over 4 ranks"),
+        ({"context_parallel_size": 2}, ["model.seq_length=8200"], "model.seq_length 8256 would"),
+    ],
+)
+def test_blocks_that_are_not_those_of_one_process_are_noted(run_file, parallel, overrides, said):
+    found = preflight(run_file(parallel=parallel), overrides, H200, 4)
+    noted = [note for note in found.notes if "not those of one process" in note]
+    assert bool(noted) == (said is not None), noted
+    assert said is None or said in noted[0]
+
+
+def test_fewest_processes():
+    assert fewest_processes(ParallelConfig()) == 1
+    experts = ParallelConfig(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+        expert_model_parallel_size=3,
+    )
+    assert fewest_processes(experts) == 6
+
+
+def test_micro_batches_in_flight():
+    """1F1B holds one for each stage that is still to come; interleaved stages hold more."""
+    plain = ParallelConfig(pipeline_model_parallel_size=4)
+    assert [in_flight(plain, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(plain, 0, 2) == 2
+    two = replace(plain, virtual_pipeline_model_parallel_size=2)
+    assert [in_flight(two, stage, 8) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_stages_add_up_to_the_model(run_file):
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    parallel["pipeline_model_parallel_size"] = 2
+    found = preflight(run_file(parallel=parallel), [], H200, 4)
+    total = sum(memory.parameters for memory in found.memory)
+    uncut = replace(found.shape, pattern=found.shape.pattern.replace("|", ""))
+    whole = rank_parameters(uncut, ParallelConfig(), 0).total
+    assert total == pytest.approx(whole / 2, rel=1e-3)
+    assert "".join(memory.layers for memory in found.memory) == found.shape.pattern.replace("|", "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decode", "kinds"),
+    [
+        ("bf16", "exact", ("high", "high", "high")),
+        ("nvfp4", "exact", ("fp4_exact", "fp4_exact", "fp4_exact")),
+        ("nvfp4_fast", "exact", ("fp4_exact", "fp8", "fp8")),
+        ("nvfp4_fast", "fp8", ("fp8", "fp8", "fp8")),
+        ("nvfp4_pow2", "exact", ("fp8", "fp8", "fp8")),
+        ("fp8_tensorwise", "exact", ("fp8", "fp8", "fp8")),
+        ("mxfp8", "exact", ("reference", "reference", "reference")),
+    ],
+)
+def test_which_rate_a_product_has(recipe, decode, kinds):
+    spec = get_recipe(recipe)
+    assert tuple(product_kind(spec, gemm, decode) for gemm in ("fprop", "dgrad", "wgrad")) == kinds

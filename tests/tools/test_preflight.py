@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preflight command: exit status and where its words go."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import preflight
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUN = """
+model: {preset: llama3-8b}
+data: {train: nowhere}
+train: {global_batch_size: 8}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def test_a_run_without_problems(run_file, capsys):
+    arguments = [run_file, "--world-size", "8", "train.steps=10", "--gpu", "b200"]
+    assert preflight.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "no problem found" in text
+    assert "8.03B" in text
+    assert "10 steps" in text
+    assert "(B200)" in text
+
+
+def test_problems_are_exit_status_2(run_file, capsys):
+    assert preflight.main([run_file, "parallel.tensor_model_parallel_size=3"]) == 2
+    assert "problem: num_attention_heads (32)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h900"], "--gpu is one of h200, b200, gb300; got 'h900'"),
+        (["--world-size", "0"], "--world-size must be at least 1; got 0"),
+        (["model.presets=x"], "did you mean"),
+        (["model.pattern=*-*X"], "'X' is not a layer"),
+    ],
+)
+def test_mistakes(run_file, arguments, said, capsys):
+    assert preflight.main([run_file, *arguments]) == 2
+    both = capsys.readouterr()
+    assert said in both.out + both.err
+
+
+def test_a_missing_file(capsys):
+    assert preflight.main(["nowhere.yaml"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+def test_a_start_says_the_same_on_one_rank(run_file):
+    """All reasons at once, before any process group: on rank 0 alone, and soon."""
+    wrong = [run_file, "parallel.tensor_model_parallel_size=3", "train.global_batch_size=7"]
+    said, began = {}, time.monotonic()
+    for rank in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pretrain", *wrong],
+            cwd=ROOT,
+            env={**os.environ, "RANK": rank, "WORLD_SIZE": "6"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 2, done.stderr
+        said[rank] = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert time.monotonic() - began < 300
+    assert said["1"] == []
+    for piece in ("num_attention_heads (32)", "global_batch_size must be a multiple", "no nowhere"):
+        assert any(piece in line for line in said["0"]), piece
