@@ -5,6 +5,8 @@
     python -m tools.convert export CKPT_DIR HF_DIR     the newest checkpoint becomes a folder
     python -m tools.convert verify CKPT_DIR HF_DIR     whether the two are one model
     python -m tools.convert inspect DIR [--verify]     what either holds
+    python -m tools.convert average CKPT_DIR CHECKPOINT...        the mean of their weights
+    python -m tools.convert upcycle CKPT_DIR NEW --experts N      dense MLPs become experts
 
 Every import and export ends with a proof: each tensor used once and made once, values equal, and
 logits in FP32 equal to those of transformers behind every layer. Exit status 1 when it fails, 2
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     send = commands.add_parser("export", help="a checkpoint becomes a model folder")
     send.add_argument("source", type=Path, metavar="CKPT_DIR")
     send.add_argument("target", type=Path, metavar="HF_DIR")
+    send.add_argument("--weights", choices=("trained", "ema"), default="trained")
     send.add_argument("--family", help="model_type to write; default: the first that fits")
     send.add_argument("--dtype", choices=dtypes, help="of the weights; default: the checkpoint's")
     send.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
@@ -107,6 +110,21 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
     check.add_argument("--recipe", help="of a packed folder, where it was exported with one")
     check.set_defaults(run=_verify)
+
+    mean = commands.add_parser("average", help="the mean of several checkpoints' weights")
+    mean.add_argument("target", type=Path, metavar="CKPT_DIR")
+    mean.add_argument("sources", type=Path, nargs="+", metavar="CHECKPOINT")
+    mean.add_argument("--last", type=int, help="take the newest N of one checkpoints folder")
+    mean.set_defaults(run=_average)
+
+    grow = commands.add_parser("upcycle", help="a dense model's MLPs become equal experts")
+    grow.add_argument("source", type=Path, metavar="CKPT_DIR")
+    grow.add_argument("target", type=Path, metavar="NEW_CKPT_DIR")
+    grow.add_argument("--experts", type=int, required=True)
+    grow.add_argument("--topk", type=int, default=2)
+    grow.add_argument("--pattern", help="the new pattern; default: every '-' becomes 'E'")
+    grow.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
+    grow.set_defaults(run=_upcycle)
 
     look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
     look.add_argument("source", type=Path, metavar="DIR")
@@ -147,7 +165,7 @@ def _export(options: argparse.Namespace) -> int:
     from pretrain.conversion.exporting import ExportOptions, export_checkpoint
     from pretrain.conversion.opened import open_checkpoint
 
-    checkpoint = open_checkpoint(options.source, options.vocab_size)
+    checkpoint = open_checkpoint(options.source, options.vocab_size, options.weights)
     common = {
         "family": options.family,
         "dtype": options.dtype,
@@ -188,6 +206,37 @@ def _verify(options: argparse.Namespace) -> int:
     source, hf_config = open_folder(options.target, options.decode)
     verdict = verify_pair(make_pair(checkpoint, options.target, hf_config, source))
     return _report([], verdict)
+
+
+def _average(options: argparse.Namespace) -> int:
+    from pretrain.checkpoint.layout import candidates
+    from pretrain.conversion.combining import average
+    from pretrain.conversion.opened import open_checkpoint
+
+    sources = options.sources
+    if options.last is not None:
+        if len(sources) != 1:
+            raise ConfigError(f"--last takes one checkpoints folder; got {len(sources)} paths")
+        sources = candidates(sources[0])[: options.last]
+    done = average([open_checkpoint(path) for path in sources], options.target)
+    print(f"wrote {done}: the mean of {', '.join(path.name for path in sources)}")
+    return 0
+
+
+def _upcycle(options: argparse.Namespace) -> int:
+    from pretrain.conversion.combining import upcycle
+    from pretrain.conversion.opened import open_checkpoint
+
+    dense = open_checkpoint(options.source, options.vocab_size)
+    done, gap = upcycle(
+        dense,
+        options.target,
+        experts=options.experts,
+        topk=options.topk,
+        pattern=options.pattern,
+    )
+    print(f"wrote {done}; its logits equal the dense model's, relative difference {gap:.2g}")
+    return 0
 
 
 def _report(notes: list[str], verdict: Any) -> int:

@@ -2,9 +2,9 @@
 """Which weights of a model leave in 4 or 8 bits, and their codes: the trainer's own.
 
 A weight's codes are those of the operand W of its forward GEMM, made from the whole BF16 weight
-with one amax, as every layout of a run makes them (`amax_scope: layout_invariant`). Weights that share a
-linear layer here (queries, keys and values; gate and up) are quantized together and cut afterwards,
-so that what an inference engine fuses again has one tensor scale by construction.
+with one amax, as every layout of a run makes them (`amax_scope: layout_invariant`). Weights that
+share a linear layer here (queries, keys and values; gate and up) are quantized together and cut
+afterwards, so that what an inference engine fuses again has one tensor scale by construction.
 """
 
 from collections.abc import Mapping, Sequence

@@ -209,7 +209,9 @@ def test_packed_folders_are_refused_unless_decoded(transformer, tmp_path):
         export(transformer, place, layout=layout, verify=False)
         with pytest.raises(ConfigError, match="are packed in 4 bits"):
             import_folder(place, tmp_path / "c", ImportOptions(show=False))
-        done = import_folder(place, tmp_path / f"c_{layout}", ImportOptions(show=False, decode=True))
+        done = import_folder(
+            place, tmp_path / f"c_{layout}", ImportOptions(show=False, decode=True)
+        )
         assert done.verdict.ok, done.verdict.problems
         read = open_checkpoint(tmp_path / f"c_{layout}").reader
         name = "decoder.layers.2.self_attention.linear_proj.weight"
