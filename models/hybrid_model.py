@@ -12,6 +12,7 @@ from fused_ops.cross_entropy import VocabShard, cross_entropy
 from models import micro_batch
 from models.config import ModelConfig, padded_vocab_size
 from models.documents import document_boundaries
+from models.embedding import Embedding
 from models.layer_specs import stack_spec
 from models.parallel_linear import GemmModule, OutputLayer
 from models.pattern import parse_pattern, staged_pattern
@@ -41,7 +42,9 @@ class HybridModel(hybrid_model.HybridModel):
                 )
             ids = args[0] if args else kwargs["input_ids"]
             length = ids.shape[1] * self.pg_collection.cp.size()
-            kwargs["packed_seq_params"] = document_boundaries(cu_seqlens, ids.shape[0], length)
+            kwargs["packed_seq_params"] = document_boundaries(
+                cu_seqlens, ids.shape[0], length, ids.device
+            )
         return super().forward(*args, **kwargs)
 
     @property
@@ -113,6 +116,8 @@ def build_model(
         )
         if last:
             OutputLayer.adopt(chunk.output_layer)
+        if hasattr(chunk, "embedding") and not model.tie_embeddings:
+            Embedding.adopt(chunk.embedding.word_embeddings)
         stretch_rotary(chunk, model)
         chunks.append(chunk)
     return chunks

@@ -186,7 +186,9 @@ def _launch(
             )  # fmt: skip
 
 
-def pair_supports(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
+def pair_supports(
+    x: Tensor, row: OperandSpec, column: OperandSpec, **_unused: object
+) -> str | None:
     """Why quantize_pair cannot take x, or None."""
     for spec in (row, column):
         reason = supports(x, spec)

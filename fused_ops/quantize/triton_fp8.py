@@ -22,7 +22,9 @@ def supports(x: Tensor, spec: OperandSpec, **_unused: object) -> str | None:
     return device_reason(x)
 
 
-def pair_supports(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
+def pair_supports(
+    x: Tensor, row: OperandSpec, column: OperandSpec, **_unused: object
+) -> str | None:
     """Why quantize_pair cannot take x, or None."""
     if row != column:
         return f"two operands of one kind, got {row.label!r} and {column.label!r}"
