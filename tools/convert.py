@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shut_down()
 
 
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert",
@@ -68,41 +71,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    dtypes = ("fp32", "bf16", "fp16")
-
     bring = commands.add_parser("import", help="a model folder becomes a checkpoint")
     bring.add_argument("source", type=Path, metavar="HF_DIR")
     bring.add_argument("target", type=Path, metavar="CKPT_DIR")
-    bring.add_argument("--dtype", choices=dtypes, help="of the weights; default: the folder's")
+    bring.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: the folder's")
     bring.add_argument("--decode", action="store_true", help="take packed weights, decoded")
     bring.add_argument("--no-verify", action="store_true", help="go without the proof")
     bring.set_defaults(run=_import)
-
-    send = commands.add_parser("export", help="a checkpoint becomes a model folder")
-    send.add_argument("source", type=Path, metavar="CKPT_DIR")
-    send.add_argument("target", type=Path, metavar="HF_DIR")
-    send.add_argument("--weights", choices=("trained", "ema"), default="trained")
-    send.add_argument("--family", help="model_type to write; default: the first that fits")
-    send.add_argument("--dtype", choices=dtypes, help="of the weights; default: the checkpoint's")
-    send.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
-    send.add_argument(
-        "--format",
-        choices=("bf16", "nvfp4", "mxfp8", "fp8"),
-        default="bf16",
-        help="bf16 keeps the checkpoint's values, others write the trainer's codes",
-    )
-    send.add_argument("--layout", choices=("modelopt", "compressed-tensors"), default="modelopt")
-    send.add_argument("--recipe", help="quantize by this recipe instead of as the run did")
-    send.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="SHARDS",
-        help="validation data for scales of activations; default: the run's",
-    )
-    send.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or folder to take")
-    send.add_argument("--no-verify", action="store_true", help="go without the proof")
-    send.set_defaults(run=_export)
-
+    _add_export(commands.add_parser("export", help="a checkpoint becomes a model folder"))
     check = commands.add_parser("verify", help="whether a checkpoint and a folder are one model")
     check.add_argument("source", type=Path, metavar="CKPT_DIR")
     check.add_argument("target", type=Path, metavar="HF_DIR")
@@ -110,13 +86,40 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
     check.add_argument("--recipe", help="of a packed folder, where it was exported with one")
     check.set_defaults(run=_verify)
+    _add_combining(commands)
+    look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
+    look.add_argument("source", type=Path, metavar="DIR")
+    look.add_argument("--verify", action="store_true", help="read every byte and check it")
+    look.set_defaults(run=_inspect)
+    return parser
 
+
+def _add_export(send: argparse.ArgumentParser) -> None:
+    add = send.add_argument
+    add("source", type=Path, metavar="CKPT_DIR")
+    add("target", type=Path, metavar="HF_DIR")
+    add("--weights", choices=("trained", "ema"), default="trained", help="or their moving average")
+    add("--family", help="model_type to write; default: the first that fits")
+    add("--dtype", choices=_DTYPES, help="of the weights; default: the checkpoint's")
+    add("--vocab-size", type=int, help="where the checkpoint does not say it")
+    kinds = ("plain", "nvfp4", "mxfp8", "fp8")
+    about = "plain keeps the values; others write the codes that the run trained with"
+    add("--format", choices=kinds, default="plain", help=about)
+    add("--layout", choices=("modelopt", "compressed-tensors"), default="modelopt")
+    add("--recipe", help="quantize by this recipe instead of as the run did")
+    about = "validation data for scales of activations; default: the run's"
+    add("--calibrate", type=Path, metavar="SHARDS", help=about)
+    add("--tokenizer", type=Path, metavar="PATH", help="a file or folder to take")
+    add("--no-verify", action="store_true", help="go without the proof")
+    send.set_defaults(run=_export)
+
+
+def _add_combining(commands: Any) -> None:
     mean = commands.add_parser("average", help="the mean of several checkpoints' weights")
     mean.add_argument("target", type=Path, metavar="CKPT_DIR")
     mean.add_argument("sources", type=Path, nargs="+", metavar="CHECKPOINT")
     mean.add_argument("--last", type=int, help="take the newest N of one checkpoints folder")
     mean.set_defaults(run=_average)
-
     grow = commands.add_parser("upcycle", help="a dense model's MLPs become equal experts")
     grow.add_argument("source", type=Path, metavar="CKPT_DIR")
     grow.add_argument("target", type=Path, metavar="NEW_CKPT_DIR")
@@ -125,12 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     grow.add_argument("--pattern", help="the new pattern; default: every '-' becomes 'E'")
     grow.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
     grow.set_defaults(run=_upcycle)
-
-    look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
-    look.add_argument("source", type=Path, metavar="DIR")
-    look.add_argument("--verify", action="store_true", help="read every byte and check it")
-    look.set_defaults(run=_inspect)
-    return parser
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -172,7 +169,7 @@ def _export(options: argparse.Namespace) -> int:
         "tokenizer": options.tokenizer,
         "verify": not options.no_verify,
     }
-    if options.format == "bf16":
+    if options.format == "plain":
         done = export_checkpoint(checkpoint, options.target, ExportOptions(**common))
     else:
         from pretrain.conversion.packing import PackOptions, export_packed

@@ -278,9 +278,7 @@ class CheckpointManager:
             return
         start = time.perf_counter()
         folder = step_folder(self.checkpoints, step)
-        state = checkpoint_state.sharded_state(
-            chunks, optimizer, loading=False, average=self.average
-        )
+        state = checkpoint_state.sharded_state(chunks, optimizer, average=self.average)
         need = sum(on_all(lambda: checkpoint_state.local_bytes(state)))
         on_first(lambda: self._prepare(folder, need))
         about = {

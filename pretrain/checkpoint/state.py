@@ -47,7 +47,7 @@ def _names(chunks: Sequence[Any]) -> list[str]:
 
 
 def sharded_state(
-    chunks: Sequence[Any], optimizer: Any, *, loading: bool, average: Any = None
+    chunks: Sequence[Any], optimizer: Any, *, loading: bool = False, average: Any = None
 ) -> dict[str, Any]:
     """megatron-core's sharded state dict of the model chunks and, unless None, the optimizer and
     the moving average of the weights (`pretrain.ema.WeightAverage`)."""
