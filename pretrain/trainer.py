@@ -16,12 +16,14 @@ from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.manager import CheckpointManager, Found, Resumed, override_config
+from pretrain.checkpoint.state import unwrap
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
+from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
 from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
@@ -119,6 +121,7 @@ class Trainer:
             self._open_data(_data_state(found))
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
             self.watchdog.work = lambda: self.engine.precision_state.micro_batch
+            self._begin_average()
             resumed = self._resume()
             self.recovery = Recovery(self)
             self.step_over_samples()
@@ -168,6 +171,8 @@ class Trainer:
             result = train_step(engine, micro_batches, signals.asked, self.recovery.refuses)
             tokens = len(samples) * engine.seq_length
             state.advance(samples[-1] + 1, tokens, result.updated)
+            if result.updated and self.checkpoints.average is not None:
+                self.checkpoints.average.update()
             self.each("after_step", self._row(result, tokens, time.perf_counter() - started))
             self.recovery.after_step(result, micro_batches, samples)
             self.checkpoints.poll()
@@ -254,6 +259,7 @@ class Trainer:
                 extra={
                     "train_state": asdict(state),
                     "precision": engine.plan.state_dict(),
+                    "vocab_size": self.dataset.vocab_size,
                     "data": self.dataset.state_dict(state.consumed_samples),
                 },
                 resolved_config=mask_secrets(encode(self.config)),
@@ -292,6 +298,13 @@ class Trainer:
     def _start_heartbeat(self, config: PretrainConfig) -> Heartbeat:
         values = {"config": encode(config), "code": git_state(Path(__file__).parent.parent)}
         return Heartbeat(self.run_dir, digest(values), config.run.max_failures)
+
+    def _begin_average(self) -> None:
+        """A moving average of the weights, where the run asks for one."""
+        decay = self.config.train.ema_decay
+        if decay > 0:
+            models = [unwrap(chunk) for chunk in self.engine.chunks]
+            self.checkpoints.average = WeightAverage(models, decay)
 
     def _make_run_folder(self) -> None:
         try:
