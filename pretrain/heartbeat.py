@@ -77,11 +77,13 @@ class Heartbeat:
             self._count(former, limit)
         with contextlib.suppress(OSError):
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self.beat()  # a process that dies before its first step must count too
 
     def _count(self, former: dict[str, Any], limit: int) -> None:
         step, again = former.get("step"), former.get("failed_step")
         failures = int(former.get("failures") or 0) + 1 if step == again else 1
         self._values["failed_step"], self._values["failures"] = step, failures
+        self._values["step"] = step  # until it is passed, this start is an attempt at it
         if limit and failures >= limit:
             reason = former.get("reason") or "the process was killed"
             raise ConfigError(

@@ -113,7 +113,7 @@ class Trainer:
         self.watchdog = Watchdog(self.world.rank, self.world.size, config.run.hang_seconds)
         try:
             heartbeat: Heartbeat | None = on_first(lambda: self._start_heartbeat(config), False)
-            self.callbacks.append(Watch(self.watchdog, heartbeat))
+            self.callbacks.insert(0, Watch(self.watchdog, heartbeat))
             found = self.checkpoints.find()
             if found is not None:
                 config = override_config(config, config.checkpoint.override)

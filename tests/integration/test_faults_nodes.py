@@ -168,7 +168,11 @@ def test_a_batch_job_saves_before_its_end_and_is_queued_again(folder, tmp_path):
         log = tmp_path / "job.log"
         with log.open("wb") as out:
             first = subprocess.Popen(
-                ["bash", str(script)], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT
+                [*pods.names(), "bash", str(script)],
+                cwd=ROOT,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
         end = time.monotonic() + LIMIT
         while step_of(folder, "batch") < 8:
@@ -182,7 +186,12 @@ def test_a_batch_job_saves_before_its_end_and_is_queued_again(folder, tmp_path):
         assert reached < STEPS
         env["SLURM_RESTART_COUNT"] = "1"
         again = subprocess.run(
-            ["bash", str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT
+            [*pods.names(), "bash", str(script)],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
         )
         assert again.returncode == 0, again.stderr[-4000:]
     assert losses(folder, "batch") == losses(folder, "whole"), "bitwise"

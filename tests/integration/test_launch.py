@@ -172,7 +172,7 @@ def test_the_batch_script_trains_on_two_nodes(folder, tmp_path, kind):
         for pod in nodes if alone else []:
             env[f"ENTER_{pod.name.replace('-', '_')}"] = " ".join(cluster.entry(pod))
         done = subprocess.run(
-            ["bash", str(tmp_path / "job.sh"), *arguments],
+            [*cluster.names(), "bash", str(tmp_path / "job.sh"), *arguments],
             cwd=ROOT,
             env=env,
             capture_output=True,

@@ -76,3 +76,13 @@ def test_a_full_disk_costs_beats_only(tmp_path, monkeypatch):
 def test_digests():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
+
+
+def test_a_start_that_dies_before_its_first_step_counts(tmp_path):
+    attempt(tmp_path, 7)
+    for count in (1, 2):
+        Heartbeat(tmp_path, "a", 3).close()
+        found = read_heartbeat(tmp_path)
+        assert (found["step"], found["failed_step"], found["failures"]) == (7, 7, count)
+    with pytest.raises(ConfigError, match="step 7 has failed 3 times"):
+        Heartbeat(tmp_path, "a", 3)
