@@ -32,7 +32,7 @@ class Embedding(layers.VocabParallelEmbedding):
         if ranks > 1:
             held = (ids >= self.vocab_start_index) & (ids < self.vocab_end_index)
             ids = (ids - self.vocab_start_index).masked_fill(~held, -1)
-        out = embedding(ids, self.weight)
+        out = embedding(ids, self.weight, gaps=ranks > 1)
         if self.reduce_scatter_embeddings:
             out = out.transpose(0, 1).contiguous()
             return mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)

@@ -16,6 +16,7 @@ from models.embedding import Embedding
 from models.layer_specs import stack_spec
 from models.parallel_linear import GemmModule, OutputLayer
 from models.pattern import parse_pattern, staged_pattern
+from models.prediction import own_prediction_loss
 from models.rotary import scaled_frequencies
 
 
@@ -45,7 +46,8 @@ class HybridModel(hybrid_model.HybridModel):
             kwargs["packed_seq_params"] = document_boundaries(
                 cu_seqlens, ids.shape[0], length, ids.device
             )
-        return super().forward(*args, **kwargs)
+        with own_prediction_loss():
+            return super().forward(*args, **kwargs)
 
     @property
     def _gemms(self) -> list[GemmModule]:

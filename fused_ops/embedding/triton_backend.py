@@ -14,7 +14,7 @@ ROWS, BLOCK, WARPS = 8, 512, 4
 """Rows and columns that a program adds at once, and its warps."""
 
 
-def supports(ids: Tensor, weight: Tensor) -> str | None:
+def supports(ids: Tensor, weight: Tensor, gaps: bool) -> str | None:
     """None, or why not."""
     if ids.numel() == 0:
         return "there are no ids"
@@ -25,13 +25,13 @@ def supports(ids: Tensor, weight: Tensor) -> str | None:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
-        return rows_of(ids, weight)
+        return rows_of(ids, weight, gaps)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         from fused_ops.embedding import triton_kernels as kernels
 
         (ids,) = ctx.saved_tensors
@@ -43,9 +43,9 @@ class _Embedding(torch.autograd.Function):
                 names, order, dy, ctx.weight.main_grad, names.numel(), features, ROWS, block,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-        return None, dummy_gradient(ctx.weight)
+        return None, dummy_gradient(ctx.weight), None
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
     """See `fused_ops.embedding.embedding`, which checks the arguments."""
-    return _Embedding.apply(ids, weight)
+    return _Embedding.apply(ids, weight, gaps)

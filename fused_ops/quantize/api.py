@@ -14,6 +14,9 @@ from fused_ops.quantize import cuda_backend, reference, triton_amax, triton_back
 from fused_ops.quantize.hadamard import amax_bound
 from fused_ops.quantize.philox import Key
 
+PLAIN = OperandSpec()
+"""Of amaxes that are taken of a matrix as it is."""
+
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
 QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
@@ -163,16 +166,16 @@ def quantize_pair(
 
 def pair_reason(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
     """Why quantize_pair has no kernel that reads x once, or None."""
-    if triton_fp8.pair_supports(x, row, column) is None:
-        return None
+    if row.format in triton_fp8.FORMATS:
+        return triton_fp8.pair_supports(x, row, column)
     return triton_backend.pair_supports(x, row, column)
 
 
 def plain_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
     """fp32 amax of a matrix as it is; flag (bool scalar), if given, is raised by Inf and NaN."""
-    if triton_amax.amax_supports(x, OperandSpec()) is None:
+    if triton_amax.amax_supports(x, PLAIN) is None:
         return triton_amax.matrix_amax(x, flag)
-    amax: Tensor = AMAX(x, OperandSpec())
+    amax: Tensor = AMAX(x, PLAIN)
     if flag is not None:
         flag.logical_or_(~torch.isfinite(amax))
     return amax
@@ -237,7 +240,7 @@ def quantize_stale(
 
 def nonfinite_flag(x: Tensor) -> Tensor:
     """True (bool scalar on x's device, no synchronization) if x has an Inf or NaN."""
-    return ~torch.isfinite(AMAX(x, OperandSpec()))
+    return ~torch.isfinite(AMAX(x, PLAIN))
 
 
 def _check(x: Tensor, spec: OperandSpec) -> None:
