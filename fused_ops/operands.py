@@ -321,17 +321,20 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     return weight if name == "fprop.w" else weight.t()
 
 
-def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
-    spec, gemm = call.spec(name), name.split(".")[0]
-    # What codes depend on besides the weight; those of dgrad may be made from the forward's.
+def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
+    """What codes depend on besides the weight; those of dgrad may be made from the forward's."""
+    spec = call.spec(name)
     dither = call.key.operand(name) if spec.is_random else ()
-    variant = (spec, sign_key(spec, call.key, gemm), dither, call.spec("fprop.w"))
+    return spec, sign_key(spec, call.key, name.split(".")[0]), dither, call.spec("fprop.w")
+
+
+def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
     kept = call.weight_codes if call.weight_codes is not None else WeightCodes()
 
     def build() -> QuantizedTensor:
         return _build(call, name, weight.detach(), expert)
 
-    return kept.get((name, expert), weight, call.weights_epoch, variant, build)
+    return kept.get((name, expert), weight, call.weights_epoch, _variant(call, name), build)
 
 
 def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:

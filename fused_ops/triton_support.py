@@ -7,6 +7,7 @@ Triton itself is imported by the first call of a kernel, never by importing a ba
 import functools
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,59 @@ def device_reason(x: Tensor) -> str | None:
     if _capability(x.device) < (9, 0):
         return f"compute capability 9.0 is needed, the device has {_capability(x.device)}"
     return _missing()
+
+
+_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels and the values of their constants, by all that Triton compiles for."""
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, on: torch.device, warps: int, **constants: Any
+) -> None:
+    """kernel[grid](*args, **constants), without fusing multiplications and additions.
+
+    Triton's own launch looks at every argument and constant anew, which takes the host longer than
+    many of these kernels take the device. Here a kernel that was launched before with arguments of
+    the same kinds is found by one key. The interpreter and a first launch go Triton's way.
+
+    Args:
+        args: the kernel's arguments in order, constants among them or not.
+        on: the device of the tensors.
+        constants: those constants that are not in args.
+    """
+    with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
+        if not hasattr(kernel, "device_caches"):
+            kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+            return
+        is_constant = _constant_places(kernel)
+        kinds = tuple([_kind(a, fixed) for a, fixed in zip(args, is_constant)])
+        key = (kernel, on.index, warps, kinds, *constants.values())
+        found = _COMPILED.get(key)
+        if found is None:
+            compiled = kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+            rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+            _COMPILED[key] = compiled, rest
+            return
+        compiled, rest = found
+        x, y = (grid[0], 1) if len(grid) == 1 else grid
+        compiled.run(
+            x, y, 1, torch.cuda.current_stream(on).cuda_stream, compiled.function,
+            compiled.packed_metadata, None, None, None, *args, *rest,
+        )  # fmt: skip
+
+
+@functools.cache
+def _constant_places(kernel: Any) -> tuple[bool, ...]:
+    return tuple(parameter.is_constexpr for parameter in kernel.params)
+
+
+def _kind(argument: Any, is_constant: bool) -> Any:
+    """What Triton compiles for: of a tensor its type and alignment, of a number what divides it."""
+    if is_constant:
+        return argument
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
 
 
 def float_reason(x: Tensor) -> str | None:

@@ -29,6 +29,25 @@ class _Entry:
     codes: "QuantizedTensor"
 
 
+def _identity(
+    weight: Tensor, weights_epoch: int, variant: tuple[Hashable, ...]
+) -> tuple[tuple[Hashable, ...], StorageWeakRef]:
+    """What codes of this weight are kept under, and the reference that keeps it meaningful."""
+    storage = StorageWeakRef(weight.untyped_storage())
+    identity = (
+        weight._version,
+        weight.data_ptr(),
+        weight.dtype,
+        weight.device,
+        tuple(weight.shape),
+        weight.stride(),
+        storage.cdata,
+        weights_epoch,
+        variant,
+    )
+    return identity, storage
+
+
 class WeightCodes:
     """The codes of one weight, or of a stack of experts' weights, by operand name."""
 
@@ -49,18 +68,7 @@ class WeightCodes:
             variant: whatever else the codes depend on: spec, signs, dither.
             build: makes them.
         """
-        storage = StorageWeakRef(weight.untyped_storage())
-        identity = (
-            weight._version,
-            weight.data_ptr(),
-            weight.dtype,
-            weight.device,
-            tuple(weight.shape),
-            weight.stride(),
-            storage.cdata,
-            weights_epoch,
-            variant,
-        )
+        identity, storage = _identity(weight, weights_epoch, variant)
         entry = self._entries.get(name)
         if entry is None or entry.identity != identity:
             entry = _Entry(identity, storage, build())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import typing
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,11 @@ def _name_problem(key: str, value: Any, names: set[str], multi_latent: bool) -> 
         return f"{where} is not set here: set parallel.{key}"
     if key in _NEEDS_MORE and value:
         return f"{where} needs layers of Transformer Engine or apex, which are not used; remove it"
+    if key == "moe_token_dispatcher_type" and value == "flex" and not _has_flex():
+        return (
+            f"{where}: flex needs the package deep_ep, which is not installed; use alltoall (or "
+            "allgather)"
+        )
     if key == "recompute_modules" and (broken := sorted({"moe_act", "layernorm"} & set(value))):
         return (
             f"{where}: {', '.join(broken)} cannot be recomputed without Transformer Engine; choose "
@@ -130,6 +136,10 @@ def _name_problem(key: str, value: Any, names: set[str], multi_latent: bool) -> 
     if key.endswith(("_func", "init_method")) and key != "activation_func":
         return f"{where} is a function and cannot be set in a file"
     return None
+
+
+def _has_flex() -> bool:
+    return importlib.util.find_spec("deep_ep") is not None
 
 
 def _convert(key: str, value: Any, hint: Any) -> tuple[Any, str | None]:

@@ -25,26 +25,30 @@ class Documents(PackedSeqParams):
         self.bounds = bounds
 
 
-def document_boundaries(cu_seqlens: Tensor, micro_batch_size: int, seq_length: int) -> Documents:
+def document_boundaries(
+    cu_seqlens: Tensor, micro_batch_size: int, seq_length: int, device: torch.device
+) -> Documents:
     """From the bounds of documents in a flattened micro-batch.
 
     Args:
         cu_seqlens: int [documents + 1], rising from 0 to micro_batch_size * seq_length; every
-            sample starts a document.
+            sample starts a document. On a CPU, since it is read: elsewhere this waits for a device.
         micro_batch_size, seq_length: of the whole micro-batch, before context parallelism cuts it.
+        device: of the tokens.
     """
     total = micro_batch_size * seq_length
-    bounds = cu_seqlens.tolist()  # the one wait for the device
+    bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(
             f"cu_seqlens must go from 0 to micro_batch_size * seq_length = {total}, got "
             f"{bounds[0]} to {bounds[-1]}"
         )
-    position = torch.arange(total, device=cu_seqlens.device)
-    number = torch.bucketize(position, cu_seqlens[1:-1].long(), right=True)
     longest = max(end - start for start, end in pairwise(bounds))
+    cu_seqlens = cu_seqlens.int().to(device, non_blocking=True)
+    position = torch.arange(total, device=device)
+    number = torch.bucketize(position, cu_seqlens[1:-1].long(), right=True)
     ids = number.view(micro_batch_size, seq_length)
-    return Documents(DocumentBounds(ids, cu_seqlens.int(), longest))
+    return Documents(DocumentBounds(ids, cu_seqlens, longest))
 
 
 def document_ids(packed: PackedSeqParams | None) -> Tensor | None:

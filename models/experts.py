@@ -259,6 +259,10 @@ def _latent_projection() -> Iterator[None]:
         vars(moe_layer).update(before)
 
 
+# Buffers of a router with a bias: FP32 in every run.
+COUNTED = ("expert_bias", "local_tokens_per_expert")
+
+
 class MoELayer(moe_layer.MoELayer):
     """Mixture of experts, with latent experts (moe_latent_size) without Transformer Engine."""
 
@@ -268,3 +272,14 @@ class MoELayer(moe_layer.MoELayer):
         else:
             with _latent_projection():
                 super().__init__(config, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "MoELayer":
+        """Moves and casts of the model, without the casts of what the router counts: in BF16 the
+        number of an expert's tokens stops at 256."""
+        kept = {name: getattr(self.router, name, None) for name in COUNTED}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self.router, name, None)
+            if before is not None and after is not None and after.dtype is not torch.float32:
+                setattr(self.router, name, before.to(device=after.device, dtype=torch.float32))
+        return self

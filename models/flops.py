@@ -115,11 +115,20 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     return ParameterCount(total=total, active=total - mtp - idle, mtp=mtp, parts=dict(parts))
 
 
+def head_norms(config: Any) -> int:
+    """Elements of the norms of queries and keys in one attention layer."""
+    each = 2 if config.normalization == "LayerNorm" else 1
+    if getattr(config, "qk_norm_over", "head") == "head":
+        return 2 * config.kv_channels * each
+    groups = config.num_query_groups or config.num_attention_heads
+    return (config.num_attention_heads + groups) * config.kv_channels * each
+
+
 def _small_parameters(config: Any, symbol: str, norm: int) -> dict[str, int]:
     """What a layer has besides its linear layers."""
     parts = {"norms": norm}
     if symbol == "*" and config.qk_layernorm:
-        parts["norms"] += 2 * config.kv_channels
+        parts["norms"] += head_norms(config)
     elif symbol == "+" and config.qk_layernorm:
         parts["norms"] += config.kv_lora_rank + (config.q_lora_rank or 0)
     elif symbol == "E":

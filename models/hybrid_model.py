@@ -12,9 +12,11 @@ from fused_ops.cross_entropy import VocabShard, cross_entropy
 from models import micro_batch
 from models.config import ModelConfig, padded_vocab_size
 from models.documents import document_boundaries
+from models.embedding import Embedding
 from models.layer_specs import stack_spec
 from models.parallel_linear import GemmModule, OutputLayer
 from models.pattern import parse_pattern, staged_pattern
+from models.prediction import own_prediction_loss
 from models.rotary import scaled_frequencies
 
 
@@ -41,8 +43,11 @@ class HybridModel(hybrid_model.HybridModel):
                 )
             ids = args[0] if args else kwargs["input_ids"]
             length = ids.shape[1] * self.pg_collection.cp.size()
-            kwargs["packed_seq_params"] = document_boundaries(cu_seqlens, ids.shape[0], length)
-        return super().forward(*args, **kwargs)
+            kwargs["packed_seq_params"] = document_boundaries(
+                cu_seqlens, ids.shape[0], length, ids.device
+            )
+        with own_prediction_loss():
+            return super().forward(*args, **kwargs)
 
     @property
     def _gemms(self) -> list[GemmModule]:
@@ -113,6 +118,8 @@ def build_model(
         )
         if last:
             OutputLayer.adopt(chunk.output_layer)
+        if hasattr(chunk, "embedding") and not model.tie_embeddings:
+            Embedding.adopt(chunk.embedding.word_embeddings)
         stretch_rotary(chunk, model)
         chunks.append(chunk)
     return chunks

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.config import ParallelConfig
-from models.flops import MAMBA_CONV, ModelShape
+from models.flops import MAMBA_CONV, ModelShape, head_norms
 from models.gemms import GemmShape, mamba_inner
 from models.pattern import parse_pattern, staged_pattern
 
@@ -124,7 +124,8 @@ def _small(config: Any, symbol: str, norm: int, tp: int) -> tuple[int, int]:
     """(elements in the dtype of the run, elements kept FP32) besides linear layers."""
     count, kept = norm, 0
     if symbol == "*" and config.qk_layernorm:
-        count += 2 * config.kv_channels * (2 if config.normalization == "LayerNorm" else 1)
+        whole = getattr(config, "qk_norm_over", "head") != "head"  # over heads, which are cut
+        count += head_norms(config) // (tp if whole else 1)
     elif symbol == "+" and config.qk_layernorm:
         count += config.kv_lora_rank + (config.q_lora_rank or 0)
     elif symbol == "E":

@@ -124,7 +124,8 @@ class OutputLayer(layers.ColumnParallelLinear):
     """megatron-core's output layer, which always stays high; on a CPU its sums are taken in FP32.
 
     Products of BF16 values are exact in FP32 and the result is rounded once, as BF16 GEMMs do; a
-    CPU without BF16 units multiplies BF16 matrices 3 to 30 times slower than FP32 ones.
+    CPU without BF16 units multiplies BF16 matrices 3 to 30 times slower than FP32 ones. On a GPU
+    the weight's gradient is added to its FP32 sum by the GEMM, unless the embedding shares it.
     """
 
     @classmethod
@@ -136,10 +137,40 @@ class OutputLayer(layers.ColumnParallelLinear):
         return module
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if input.is_cuda or input.dtype is torch.float32:
+        if input.is_cuda:
+            if self.adds_to_main_grad(weight):
+                return self._into_main_grad(input, weight, *args, **kwargs)
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        if input.dtype is torch.float32:
             return super()._forward_impl(input, weight, *args, **kwargs)
         out = super()._forward_impl(input.float(), weight.float(), *args, **kwargs)
         return out.to(input.dtype)
+
+    def adds_to_main_grad(self, weight: Tensor) -> bool:
+        """Whether the weight is this layer's alone and has an FP32 sum of its gradients."""
+        main_grad = getattr(weight, "main_grad", None)
+        return weight is self.weight and main_grad is not None and main_grad.dtype is torch.float32
+
+    def _into_main_grad(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        **unused: Any,
+    ) -> Tensor:
+        comm = TensorParallelComm(
+            kind="column",
+            recipe=HIGH_PRECISION,
+            tp_group=self.tp_group,
+            gather_tokens=sequence_parallel,
+            all_reduce_input_grad=allreduce_dgrad,
+            weight_shape=(weight.shape[0], weight.shape[1]),
+            tokens=token_count(input, self.tp_group.size() if sequence_parallel else 1),
+        )
+        call = LinearCall(recipe=HIGH_PRECISION, comm=comm, main_grad=True, name="output_layer")
+        return linear(input, weight, bias, call=call)
 
 
 class RowParallelLinear(GemmModule, layers.RowParallelLinear):

@@ -80,6 +80,9 @@ class TrainConfig:
     """Steps to record: a torch trace, and on a GPU a memory snapshot, in RUN/profile."""
     deterministic: bool = False
     """Refuse operations on the GPU that could give other bits in a second run; slower."""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Keep an exponential moving average of the weights with this decay, in FP32, and save it with
+    every checkpoint (`tools.convert export --weights ema`); 0 keeps none."""
     max_skipped: int = Field(default=100, ge=1)
     """Steps skipped one after another at which the run gives up."""
     threads: int = Field(default=0, ge=0)
@@ -185,6 +188,11 @@ def section_problems(config: PretrainConfig) -> list[str]:
         _ = train.batch_sizes
     except ConfigError as error:
         return [*found, *error.problems]
+    if train.ema_decay > 0 and config.parallel.overlap_param_gather:
+        found.append(
+            f"train.ema_decay={train.ema_decay} needs whole weights after every update, which "
+            "parallel.overlap_param_gather gives only later; set one of them to 0 or false"
+        )
     problems = model_problems(config.model, config.parallel) or _engine_problems(config)
     return [
         *found,

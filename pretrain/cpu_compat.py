@@ -92,7 +92,48 @@ class _CudaMeansCpu(TorchFunctionMode):
             for name in ("output_split_sizes", "input_split_sizes"):
                 if torch.is_tensor(kwargs.get(name)):
                     kwargs[name] = kwargs[name].tolist()
+        if (uneven := _UNEVEN.get(getattr(func, "__name__", ""))) and len(args) == 2:
+            assert not kwargs.get("async_op"), "uneven collectives of gloo are waited for"
+            return uneven(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _gather_uneven(
+    func: Callable[..., Any], parts: list[torch.Tensor], own: torch.Tensor, **kwargs: Any
+) -> Any:
+    """all_gather of tensors of different lengths, which NCCL takes and gloo does not."""
+    longest = max(len(part) for part in parts)
+    if all(len(part) == longest for part in parts):
+        return func(parts, own, **kwargs)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    received = [torch.empty_like(padded) for _ in parts]
+    work = func(received, padded, **kwargs)
+    for part, whole in zip(parts, received):
+        part.copy_(whole[: len(part)])
+    return work
+
+
+def _scatter_uneven(
+    func: Callable[..., Any], own: torch.Tensor, parts: list[torch.Tensor], **kwargs: Any
+) -> Any:
+    """reduce_scatter of tensors of different lengths."""
+    longest = max(len(part) for part in parts)
+    if all(len(part) == longest for part in parts):
+        return func(own, parts, **kwargs)
+    padded = [part.new_zeros(longest, *part.shape[1:]) for part in parts]
+    for whole, part in zip(padded, parts):
+        whole[: len(part)] = part
+    received = own.new_zeros(longest, *own.shape[1:])
+    work = func(received, padded, **kwargs)
+    own.copy_(received[: len(own)])
+    return work
+
+
+_UNEVEN: dict[str, Callable[..., Any]] = {
+    "all_gather": _gather_uneven,
+    "reduce_scatter": _scatter_uneven,
+}
 
 
 class _Stream:

@@ -237,7 +237,7 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
     plan = PrecisionPlan(config.precision, shape, train.total_samples)
     result.shape, result.parameters = shape, count_parameters(shape)
     result.flops = sum(flops_per_token(shape).values())
-    result.notes += plan.notes() + _isolation_notes(config, plan)
+    result.notes += plan.notes() + _isolation_notes(config, plan) + _capacity_notes(config)
     recipes = plan.recipes()
     result.memory = [
         rank_memory(config, shape, recipes, world, stage)
@@ -291,6 +291,17 @@ def _isolation_notes(config: PretrainConfig, plan: PrecisionPlan) -> list[str]:
         f"data.isolate_documents: {', '.join(coupled)} scale activations by the largest of all "
         "tokens, so a document's codes depend on its neighbours (attention, Mamba states and the "
         "convolution do not); bf16, mxfp8, nvfp4_pow2 and row-scaled NVFP4 keep them apart bitwise"
+    ]
+
+
+def _capacity_notes(config: PretrainConfig) -> list[str]:
+    factor, parallel = config.model.megatron.get("moe_expert_capacity_factor"), config.parallel
+    if factor is None or not (parallel.sequence_parallel or parallel.context_parallel_size > 1):
+        return []
+    return [
+        f"model.megatron.moe_expert_capacity_factor={factor}: each rank drops what exceeds the "
+        "capacity of its own tokens, so which are dropped depends on this layout; without a "
+        "capacity nothing is dropped in any"
     ]
 
 

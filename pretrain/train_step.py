@@ -122,14 +122,15 @@ def prepare(engine: Engine, batch: MicroBatch) -> dict[str, Any]:
         )
     moved["index"] = batch["index"]
     cu_seqlens = batch.get("cu_seqlens")
-    moved["packed"] = None if cu_seqlens is None else packed_sequence(cu_seqlens.to(device))
+    moved["packed"] = None if cu_seqlens is None else packed_sequence(cu_seqlens)
     return moved
 
 
 def packed_sequence(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     """megatron-core's description of documents that must not see each other.
 
-    `cu_seqlens`: int32 [documents + 1], where each document starts in the flattened micro-batch.
+    `cu_seqlens`: int32 [documents + 1], where each document starts in the flattened micro-batch; it
+    stays on the CPU, where the model reads it without waiting for a device.
     """
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     return PackedSeqParams(

@@ -15,12 +15,14 @@ from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.manager import CheckpointManager, Found, override_config
+from pretrain.checkpoint.state import unwrap
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
+from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
 from pretrain.environment import cudnn_shadow, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
@@ -99,6 +101,7 @@ class Trainer:
             self.config, self.state = config, TrainState()
             self._open_data(_data_state(found))
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
+            self._begin_average()
             resumed = self._resume()
             self._prepare_callbacks(resumed)
         except BaseException:
@@ -140,6 +143,8 @@ class Trainer:
             samples = self.loader.sizes.at(state.consumed_samples)
             tokens = samples * engine.seq_length
             state.advance(samples, tokens, result.updated)
+            if result.updated and self.checkpoints.average is not None:
+                self.checkpoints.average.update()
             self._each("after_step", self._row(result, tokens, time.perf_counter() - started))
             self._check_skipped(result)
             self.checkpoints.poll()
@@ -219,6 +224,7 @@ class Trainer:
                 extra={
                     "train_state": asdict(state),
                     "precision": engine.plan.state_dict(),
+                    "vocab_size": self.dataset.vocab_size,
                     "data": self.dataset.state_dict(state.consumed_samples),
                 },
                 resolved_config=encode(self.config),
@@ -250,6 +256,13 @@ class Trainer:
         return self.state.step or None
 
     # ---- set-up
+
+    def _begin_average(self) -> None:
+        """A moving average of the weights, where the run asks for one."""
+        decay = self.config.train.ema_decay
+        if decay > 0:
+            models = [unwrap(chunk) for chunk in self.engine.chunks]
+            self.checkpoints.average = WeightAverage(models, decay)
 
     def _make_run_folder(self) -> None:
         try:

@@ -2,8 +2,11 @@
 """Time the fused ops on a GPU, each only after it has passed its check.
 
     python -m tools.bench_ops --op quantize|matmul [--rows 8192] [--cols 5120 20480]
-    python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope [--rows 8192]
-    python -m tools.bench_ops --op attention [--rows 8192]
+    python -m tools.bench_ops --op glue [--rows 8192]
+    python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope|embedding
+    python -m tools.bench_ops --op attention
+
+glue is all of the last two lines.
 
 Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
 once, outputs written once), and that over the bandwidth of a device copy in the same run.
@@ -18,11 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fused_ops.activation import squared_relu, swiglu
 from fused_ops.attention import DocumentBounds, Visible, attention
 from fused_ops.cross_entropy import cross_entropy
+from fused_ops.embedding import embedding
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import operand_amax, quantize, triton_backend
 from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
@@ -165,7 +170,8 @@ def forward_backward(op: Callable[..., Any], inputs: list[Tensor]) -> Callable[[
 
     def both() -> tuple[Tensor, ...]:
         out = outputs()
-        return (*out, *torch.autograd.grad(out, leaves, upstream))
+        gradients = torch.autograd.grad(out, leaves, upstream)
+        return (*(y.detach() for y in out), *gradients)
 
     return both
 
@@ -181,13 +187,17 @@ def check_op(op: Callable[..., Any], inputs: list[Tensor]) -> None:
 
 
 def bench_op(name: str, op: Callable[..., Any], inputs: list[Tensor], moved: list[int]) -> None:
+    """Times of the kernels of op, after their check; moved: see time_op."""
+    check_op(op, [x.detach()[:256].clone() for x in inputs[:1]] + _rest(inputs))
+    time_op(name, partial(op, implementation="triton"), inputs, moved)
+
+
+def time_op(name: str, run: Callable[..., Any], inputs: list[Tensor], moved: list[int]) -> None:
     """Forward, and backward as the difference to both together.
 
     moved: bytes of the forward and of the backward pass.
     """
-    check_op(op, [x.detach()[:256].clone() for x in inputs[:1]] + _rest(inputs))
     copy = copy_bandwidth(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
-    run = partial(op, implementation="triton")
     with torch.no_grad():
         forward = median_us(lambda: run(*inputs))
     total = median_us(forward_backward(run, inputs))
@@ -211,6 +221,10 @@ def bench_glue(op: str, rows: int) -> None:
         size = rows * 4096 * 2
         inputs = [bf16(rows, 4096), bf16(4096)]
         bench_op("rmsnorm", rmsnorm, inputs, [2 * size, 3 * size])
+        torch_norm = partial(F.rms_norm, eps=1e-5)
+        time_op(
+            "torch's rms_norm", lambda x, w: torch_norm(x, (4096,), w), inputs, [2 * size, 3 * size]
+        )
         bench_op("rmsnorm and input", rmsnorm_and_input, inputs, [2 * size, 4 * size])
         bench_op(
             "rmsnorm of heads", rmsnorm, [bf16(rows, 32, 128), bf16(128)], [2 * size, 3 * size]
@@ -240,6 +254,27 @@ def bench_glue(op: str, rows: int) -> None:
             run = partial(cross_entropy, overwrite=overwrite)
             name = "cross entropy" + (", gradient over logits" if overwrite else "")
             bench_op(name, run, [bf16(rows, 32768), labels], [size, 2 * size])
+
+
+def bench_embedding(rows: int) -> None:
+    """The embedding's gradient added to its FP32 sum, and torch's way to the same."""
+    weight = torch.randn(32768, 4096, device="cuda").bfloat16().requires_grad_()
+    weight.main_grad = torch.zeros(32768, 4096, device="cuda")  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    ids = torch.randint(0, 32768, (1, rows), device="cuda")
+    for name in ("triton", "reference"):
+        before = weight.main_grad.clone()  # type: ignore[attr-defined]
+        forward_backward(partial(embedding, ids, implementation=name), [weight])()
+        added = weight.main_grad - before  # type: ignore[attr-defined]
+        if name == "triton":
+            want = added
+    assert_close(added, want, "fp32_sum", "embedding")
+    size = rows * 4096 * 2
+    run = partial(embedding, ids, implementation="triton")
+    time_op("embedding", run, [weight], [2 * size, 5 * size])
+    both = forward_backward(lambda w: F.embedding(ids, w), [weight])
+    time = median_us(lambda: weight.main_grad.add_(both()[1]))  # type: ignore[attr-defined]
+    print(f"{'torch: embedding, gradient, sum':52} {time:8.1f} us")
 
 
 def bench_attention(rows: int) -> None:
@@ -273,11 +308,12 @@ def bench_attention(rows: int) -> None:
 
 
 GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
+AROUND = (*GLUE, "embedding", "attention")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--op", choices=("quantize", "matmul", "attention", *GLUE), required=True)
+    parser.add_argument("--op", choices=("quantize", "matmul", "glue", *AROUND), required=True)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
     options = parser.parse_args(arguments)
@@ -285,11 +321,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if options.op in GLUE:
-        bench_glue(options.op, options.rows)
-        return 0
-    if options.op == "attention":
-        bench_attention(options.rows)
+    for op in AROUND if options.op == "glue" else (options.op,):
+        if op in GLUE:
+            bench_glue(op, options.rows)
+        elif op == "embedding":
+            bench_embedding(options.rows)
+        elif op == "attention":
+            bench_attention(options.rows)
+    if options.op in (*AROUND, "glue"):
         return 0
     for cols in options.cols:
         if options.op == "quantize":

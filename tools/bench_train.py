@@ -14,6 +14,7 @@ import argparse
 import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,21 +75,22 @@ def bench(options: argparse.Namespace) -> None:
     base: float | None = None
     peak = peak_tflops(device)
 
-    def report(name: str, milliseconds: float, memory: float) -> None:
+    def report(name: str, milliseconds: float, host: float, memory: float) -> None:
         rate = flops / milliseconds / 1e9
         mfu = f"{rate / peak:6.1%}" if peak else "   n/a"
         ratio = f"{base / milliseconds:6.3f}" if base else "   n/a"
         print(
-            f"{name:34} {milliseconds:8.1f} ms {LENGTH / milliseconds:7.1f} k tok/s "
+            f"{name:28} {milliseconds:7.1f} ms (host {host:6.1f}) "
+            f"{LENGTH / milliseconds:6.1f} k tok/s "
             f"{rate:6.0f} TFLOP/s  MFU {mfu}  {memory:6.1f} GiB  {ratio} x baseline bf16",
             flush=True,
         )
 
     for kind in options.baseline:
         run = baseline(options.model, kind)
-        milliseconds, memory = measure(run, options.iterations)
-        base = milliseconds if kind == "bf16" else base
-        report(f"megatron-core + TE, {kind}", milliseconds, memory)
+        measured = measure(run, options.iterations)
+        base = measured[0] if kind == "bf16" else base
+        report(f"megatron-core + TE, {kind}", *measured)
         if options.profile and kind == "bf16":
             profile(run)
         del run
@@ -193,21 +195,24 @@ def baseline(model: str, kind: str) -> Callable[[], None]:
     return micro_batch
 
 
-def measure(run: Callable[[], None], iterations: int) -> tuple[float, float]:
-    """Median milliseconds of a call, and the peak GiB of device memory."""
+def measure(run: Callable[[], None], iterations: int) -> tuple[float, float, float]:
+    """Median milliseconds of a call, of its host part alone, and the peak GiB of device memory."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, host = [], []
     for _ in range(iterations):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+        begun = time.perf_counter()
         run()
+        host.append(1e3 * (time.perf_counter() - begun))
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    return statistics.median(times), statistics.median(host), memory
 
 
 def profile(run: Callable[[], None], calls: int = 2, shown: int = 45) -> None:

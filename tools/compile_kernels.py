@@ -60,7 +60,12 @@ def variants() -> list[Variant]:
 
 def _glue_variants() -> list[Variant]:
     """The ops around the products."""
-    return activation_variants() + norm_variants() + loss_variants() + rope_variants()
+    from fused_ops.embedding.triton_backend import BLOCK, ROWS, WARPS
+
+    types = _bf16("dy", ids_ptr="*i64", order_ptr="*i64", sum_ptr="*fp32")
+    shape = {"ROWS": ROWS, "BLOCK": BLOCK}
+    rows = Variant("add_rows", "embedding gradient", shape, WARPS, types, op="embedding")
+    return [*activation_variants(), *norm_variants(), *loss_variants(), *rope_variants(), rows]
 
 
 def rope_variants() -> list[Variant]:

@@ -5,6 +5,8 @@
     python -m tools.convert export CKPT_DIR HF_DIR     the newest checkpoint becomes a folder
     python -m tools.convert verify CKPT_DIR HF_DIR     whether the two are one model
     python -m tools.convert inspect DIR [--verify]     what either holds
+    python -m tools.convert average CKPT_DIR CHECKPOINT...        the mean of their weights
+    python -m tools.convert upcycle CKPT_DIR NEW --experts N      dense MLPs become experts
 
 Every import and export ends with a proof: each tensor used once and made once, values equal, and
 logits in FP32 equal to those of transformers behind every layer. Exit status 1 when it fails, 2
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shut_down()
 
 
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert",
@@ -66,38 +71,63 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    dtypes = ("fp32", "bf16", "fp16")
-
     bring = commands.add_parser("import", help="a model folder becomes a checkpoint")
     bring.add_argument("source", type=Path, metavar="HF_DIR")
     bring.add_argument("target", type=Path, metavar="CKPT_DIR")
-    bring.add_argument("--dtype", choices=dtypes, help="of the weights; default: the folder's")
+    bring.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: the folder's")
     bring.add_argument("--decode", action="store_true", help="take packed weights, decoded")
     bring.add_argument("--no-verify", action="store_true", help="go without the proof")
     bring.set_defaults(run=_import)
-
-    send = commands.add_parser("export", help="a checkpoint becomes a model folder")
-    send.add_argument("source", type=Path, metavar="CKPT_DIR")
-    send.add_argument("target", type=Path, metavar="HF_DIR")
-    send.add_argument("--family", help="model_type to write; default: the first that fits")
-    send.add_argument("--dtype", choices=dtypes, help="of the weights; default: the checkpoint's")
-    send.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
-    send.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or folder to take")
-    send.add_argument("--no-verify", action="store_true", help="go without the proof")
-    send.set_defaults(run=_export)
-
+    _add_export(commands.add_parser("export", help="a checkpoint becomes a model folder"))
     check = commands.add_parser("verify", help="whether a checkpoint and a folder are one model")
     check.add_argument("source", type=Path, metavar="CKPT_DIR")
     check.add_argument("target", type=Path, metavar="HF_DIR")
     check.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
     check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
+    check.add_argument("--recipe", help="of a packed folder, where it was exported with one")
     check.set_defaults(run=_verify)
-
+    _add_combining(commands)
     look = commands.add_parser("inspect", help="what a checkpoint or a model folder holds")
     look.add_argument("source", type=Path, metavar="DIR")
     look.add_argument("--verify", action="store_true", help="read every byte and check it")
     look.set_defaults(run=_inspect)
     return parser
+
+
+def _add_export(send: argparse.ArgumentParser) -> None:
+    add = send.add_argument
+    add("source", type=Path, metavar="CKPT_DIR")
+    add("target", type=Path, metavar="HF_DIR")
+    add("--weights", choices=("trained", "ema"), default="trained", help="or their moving average")
+    add("--family", help="model_type to write; default: the first that fits")
+    add("--dtype", choices=_DTYPES, help="of the weights; default: the checkpoint's")
+    add("--vocab-size", type=int, help="where the checkpoint does not say it")
+    kinds = ("plain", "nvfp4", "mxfp8", "fp8")
+    about = "plain keeps the values; others write the codes that the run trained with"
+    add("--format", choices=kinds, default="plain", help=about)
+    add("--layout", choices=("modelopt", "compressed-tensors"), default="modelopt")
+    add("--recipe", help="quantize by this recipe instead of as the run did")
+    about = "validation data for scales of activations; default: the run's"
+    add("--calibrate", type=Path, metavar="SHARDS", help=about)
+    add("--tokenizer", type=Path, metavar="PATH", help="a file or folder to take")
+    add("--no-verify", action="store_true", help="go without the proof")
+    send.set_defaults(run=_export)
+
+
+def _add_combining(commands: Any) -> None:
+    mean = commands.add_parser("average", help="the mean of several checkpoints' weights")
+    mean.add_argument("target", type=Path, metavar="CKPT_DIR")
+    mean.add_argument("sources", type=Path, nargs="+", metavar="CHECKPOINT")
+    mean.add_argument("--last", type=int, help="take the newest N of one checkpoints folder")
+    mean.set_defaults(run=_average)
+    grow = commands.add_parser("upcycle", help="a dense model's MLPs become equal experts")
+    grow.add_argument("source", type=Path, metavar="CKPT_DIR")
+    grow.add_argument("target", type=Path, metavar="NEW_CKPT_DIR")
+    grow.add_argument("--experts", type=int, required=True)
+    grow.add_argument("--topk", type=int, default=2)
+    grow.add_argument("--pattern", help="the new pattern; default: every '-' becomes 'E'")
+    grow.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
+    grow.set_defaults(run=_upcycle)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -132,14 +162,26 @@ def _export(options: argparse.Namespace) -> int:
     from pretrain.conversion.exporting import ExportOptions, export_checkpoint
     from pretrain.conversion.opened import open_checkpoint
 
-    checkpoint = open_checkpoint(options.source, options.vocab_size)
-    asked = ExportOptions(
-        family=options.family,
-        dtype=options.dtype,
-        tokenizer=options.tokenizer,
-        verify=not options.no_verify,
-    )
-    done = export_checkpoint(checkpoint, options.target, asked)
+    checkpoint = open_checkpoint(options.source, options.vocab_size, options.weights)
+    common = {
+        "family": options.family,
+        "dtype": options.dtype,
+        "tokenizer": options.tokenizer,
+        "verify": not options.no_verify,
+    }
+    if options.format == "plain":
+        done = export_checkpoint(checkpoint, options.target, ExportOptions(**common))
+    else:
+        from pretrain.conversion.packing import PackOptions, export_packed
+
+        asked = PackOptions(
+            **common,
+            format=options.format,
+            layout=options.layout,
+            recipe=options.recipe,
+            calibrate=options.calibrate,
+        )
+        done = export_packed(checkpoint, options.target, asked)
     status = _report(done.notes, done.verdict)
     print(f"wrote {done.path}: {done.family}, from {checkpoint.path.name}")
     return status
@@ -148,12 +190,50 @@ def _export(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from pretrain.conversion.exporting import make_pair
     from pretrain.conversion.opened import open_checkpoint
-    from pretrain.conversion.verifying import open_folder, verify_pair
+    from pretrain.conversion.verifying import open_folder, read_hf_config, verify_pair
 
     checkpoint = open_checkpoint(options.source, options.vocab_size)
+    hf_config = read_hf_config(options.target)
+    if "config_groups" in hf_config.get("quantization_config", {}) and not options.decode:
+        from pretrain.conversion.packing import PackOptions, open_packing
+
+        asked = PackOptions(recipe=options.recipe)
+        packing = open_packing(checkpoint, options.target, hf_config, asked)
+        return _report(packing.choice.notes, packing.verify(options.target, hf_config))
     source, hf_config = open_folder(options.target, options.decode)
     verdict = verify_pair(make_pair(checkpoint, options.target, hf_config, source))
     return _report([], verdict)
+
+
+def _average(options: argparse.Namespace) -> int:
+    from pretrain.checkpoint.layout import candidates
+    from pretrain.conversion.combining import average
+    from pretrain.conversion.opened import open_checkpoint
+
+    sources = options.sources
+    if options.last is not None:
+        if len(sources) != 1:
+            raise ConfigError(f"--last takes one checkpoints folder; got {len(sources)} paths")
+        sources = candidates(sources[0])[: options.last]
+    done = average([open_checkpoint(path) for path in sources], options.target)
+    print(f"wrote {done}: the mean of {', '.join(path.name for path in sources)}")
+    return 0
+
+
+def _upcycle(options: argparse.Namespace) -> int:
+    from pretrain.conversion.combining import upcycle
+    from pretrain.conversion.opened import open_checkpoint
+
+    dense = open_checkpoint(options.source, options.vocab_size)
+    done, gap = upcycle(
+        dense,
+        options.target,
+        experts=options.experts,
+        topk=options.topk,
+        pattern=options.pattern,
+    )
+    print(f"wrote {done}; its logits equal the dense model's, relative difference {gap:.2g}")
+    return 0
 
 
 def _report(notes: list[str], verdict: Any) -> int:

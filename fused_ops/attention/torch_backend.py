@@ -67,8 +67,11 @@ def varlen_supports(
         return "it has no dropout"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"inputs are bf16 or fp16, got {query.dtype}"
-    if value.shape[-1] != query.shape[-1] or query.shape[-1] > FLASH_HEAD:
-        return f"heads of one size up to {FLASH_HEAD}, got {query.shape[-1]}, {value.shape[-1]}"
+    head = query.shape[-1]
+    if value.shape[-1] != head or head > FLASH_HEAD or head % 8:
+        return (
+            f"heads of one size, a multiple of 8 up to {FLASH_HEAD}; got {head}, {value.shape[-1]}"
+        )
     return sdpa_supports(query)
 
 

@@ -10,9 +10,12 @@ from torch import Tensor
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.errors import ConfigError
 from fused_ops.formats import DECODED_FORMS, DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import reference, triton_amax, triton_backend, triton_fp8
+from fused_ops.quantize import cuda_backend, reference, triton_amax, triton_backend, triton_fp8
 from fused_ops.quantize.hadamard import amax_bound
 from fused_ops.quantize.philox import Key
+
+PLAIN = OperandSpec()
+"""Of amaxes that are taken of a matrix as it is."""
 
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
@@ -21,6 +24,12 @@ QUANTIZE.register(Implementation("reference", reference.quantize, always))
 AMAX = Op("operand_amax")
 AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
 AMAX.register(Implementation("reference", reference.operand_amax, always))
+PAIR = Op("quantize_pair")
+PAIR.register(Implementation("cuda_sr", cuda_backend.quantize_pair, cuda_backend.preferred))
+PAIR.register(Implementation("triton", triton_backend.quantize_pair, triton_backend.pair_supports))
+PAIR.register(Implementation("fp8", triton_fp8.quantize_pair, triton_fp8.pair_supports))
+PAIR.register(Implementation("cuda", cuda_backend.quantize_pair, cuda_backend.pair_supports))
+PAIR.register(Implementation("reference", reference.quantize_pair, always))
 REQUANTIZE = Op("requantize_columns")
 REQUANTIZE.register(
     Implementation(
@@ -141,40 +150,32 @@ def quantize_pair(
     column: OperandSpec,
     *,
     amaxes: tuple[Tensor, Tensor],
-    signs: Tensor | None = None,
-    keys: tuple[Key | None, Key | None] = (None, None),
-    origin: tuple[int, int] = (0, 0),
-    forms: tuple[str, str] = ("codes", "codes"),
+    implementation: Choice = None,
+    **arguments: Any,
 ) -> tuple[Any, Any]:
     """quantize(x, row) and quantize(x, column, columns=True), x read from memory once.
 
     Args:
         x: [rows, cols]; `pair_reason` says whether there is a kernel for it.
         amaxes: of both operands, fp32 scalars.
-        signs: of the column operand's rotation.
-        keys, forms: of both operands.
-        origin: global (row, column) of x[0, 0], multiples of 16.
+        arguments: signs, of the column operand's rotation; keys and forms, of both operands;
+            origin, global (row, column) of x[0, 0], multiples of 16.
     """
-    run: Any = reference.quantize_pair
-    for back_end in (triton_backend, triton_fp8):
-        if back_end.pair_supports(x, row, column) is None:
-            run = back_end.quantize_pair
-            break
-    return run(x, row, column, amaxes=amaxes, signs=signs, keys=keys, origin=origin, forms=forms)
+    return PAIR(x, row, column, amaxes=amaxes, implementation=implementation, **arguments)
 
 
 def pair_reason(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
     """Why quantize_pair has no kernel that reads x once, or None."""
-    if triton_fp8.pair_supports(x, row, column) is None:
-        return None
+    if row.format in triton_fp8.FORMATS:
+        return triton_fp8.pair_supports(x, row, column)
     return triton_backend.pair_supports(x, row, column)
 
 
 def plain_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
     """fp32 amax of a matrix as it is; flag (bool scalar), if given, is raised by Inf and NaN."""
-    if triton_amax.amax_supports(x, OperandSpec()) is None:
+    if triton_amax.amax_supports(x, PLAIN) is None:
         return triton_amax.matrix_amax(x, flag)
-    amax: Tensor = AMAX(x, OperandSpec())
+    amax: Tensor = AMAX(x, PLAIN)
     if flag is not None:
         flag.logical_or_(~torch.isfinite(amax))
     return amax
@@ -239,7 +240,7 @@ def quantize_stale(
 
 def nonfinite_flag(x: Tensor) -> Tensor:
     """True (bool scalar on x's device, no synchronization) if x has an Inf or NaN."""
-    return ~torch.isfinite(AMAX(x, OperandSpec()))
+    return ~torch.isfinite(AMAX(x, PLAIN))
 
 
 def _check(x: Tensor, spec: OperandSpec) -> None:

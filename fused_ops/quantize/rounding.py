@@ -22,8 +22,8 @@ def round_e2m1_(x: Tensor, rounding: str, dither: Dither | None = None) -> Tenso
     """Round fp32 [rows, cols] to E2M1 codes (uint8, unpacked), saturating at 6. Overwrites x.
 
     stochastic: t = |x| + u * step(|x|) with u = byte / 256, rounded down (TransformerEngine's
-        rule). On average x - step / 512: dither of 8 bits has no midpoint.
-    stochastic_exact: the same with 24 bits of u and an exact sum: unbiased to step / 2**24.
+        rule), the sum exact. On average x - step / 512: dither of 8 bits has no midpoint.
+    stochastic_exact: the same with 24 bits of u: unbiased to step / 2**24.
     """
     if rounding == "nearest":
         return encode_e2m1_(x)
@@ -32,7 +32,8 @@ def round_e2m1_(x: Tensor, rounding: str, dither: Dither | None = None) -> Tenso
     position, offset, sign = e2m1_split_(x)
     if rounding == "stochastic":
         first = dither_bytes(rows, cols, dither.key, dither.origin, x.device)
-        integer = first.to(torch.float32).mul_(1 / 256).add_(position).floor_().to(torch.int8)
+        whole = position.mul_(256.0).floor_().to(torch.int16)
+        integer = whole.add_(first).bitwise_right_shift_(8).to(torch.int8)
     else:
         dither24 = dither_24(rows, cols, dither.key, dither.origin, x.device)
         lower = position.floor()

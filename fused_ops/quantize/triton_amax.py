@@ -14,7 +14,7 @@ from fused_ops.quantize.triton_launch import (
     sign_factors,
     words,
 )
-from fused_ops.triton_support import device_reason
+from fused_ops.triton_support import device_reason, launch
 
 
 def amax_supports(
@@ -46,12 +46,11 @@ def matrix_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     size, iters = AMAX_TILE["size"], AMAX_TILE["iters"]
     grid = (-(-source.numel() // (size * iters)),)
-    with torch.cuda.device(x.device):
-        kernels.amax_flat[grid](
-            source, out, out if flag is None else flag.view(torch.uint8), source.numel(),
-            x.dtype == torch.bfloat16, flag is not None, size, iters,
-            num_warps=AMAX_TILE["warps"],
-        )  # fmt: skip
+    launch(
+        kernels.amax_flat, grid, source, out, out if flag is None else flag.view(torch.uint8),
+        source.numel(), x.dtype == torch.bfloat16, flag is not None, size, iters,
+        on=x.device, warps=AMAX_TILE["warps"],
+    )  # fmt: skip
     return out.view(torch.float32)
 
 
@@ -69,12 +68,11 @@ def block_amax(
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = ROW_TILE
     grid = (-(-rows // tile["rows"]), -(-cols // (16 * tile["groups"])))
-    with torch.cuda.device(x.device):
-        kernels.amax_rows[grid](
-            source, sign_factors(signs, x.device), out, rows, cols // 16, cols, bf16,
-            spec.hadamard == 16, finite, tile["rows"], tile["groups"],
-            num_warps=tile["warps"], enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        kernels.amax_rows, grid, source, sign_factors(signs, x.device), out, rows, cols // 16,
+        cols, bf16, spec.hadamard == 16, finite, tile["rows"], tile["groups"],
+        on=x.device, warps=tile["warps"],
+    )  # fmt: skip
     return out.view(torch.float32)
 
 
@@ -95,14 +93,13 @@ def _column_amax(
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = COLUMN_TILE
     grid = (-(-rows // (16 * tile["blocks"])), -(-source.shape[1] // tile["words"]))
-    with torch.cuda.device(x.device):
-        kernels.amax_columns[grid](
-            source, sign_factors(signs, x.device), out, out if plain is None else plain,
-            out if flag is None else flag.view(torch.uint8), rows, cols, -(-rows // 16),
-            bf16, spec.hadamard == 16, finite, plain is not None, flag is not None,
-            rows % 16 == 0, tile["blocks"], tile["words"],
-            num_warps=tile["warps"], enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        kernels.amax_columns, grid, source, sign_factors(signs, x.device), out,
+        out if plain is None else plain, out if flag is None else flag.view(torch.uint8),
+        rows, cols, -(-rows // 16), bf16, spec.hadamard == 16, finite, plain is not None,
+        flag is not None, rows % 16 == 0, tile["blocks"], tile["words"],
+        on=x.device, warps=tile["warps"],
+    )  # fmt: skip
     return out.view(torch.float32)
 
 

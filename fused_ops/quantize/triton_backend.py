@@ -27,7 +27,7 @@ from fused_ops.quantize.triton_launch import (
     signed,
     words,
 )
-from fused_ops.triton_support import device_reason
+from fused_ops.triton_support import device_reason, launch
 
 
 def supports(
@@ -167,26 +167,27 @@ def _launch(
         "HADAMARD": spec.hadamard == 16,
         "TILE": spec.block == (16, 16),
         "KEY_ON_DEVICE": on_device,
-        "enable_fp_fusion": False,
     }
-    with torch.cuda.device(x.device):
-        if columns:
-            t = COLUMN_TILE
-            grid = (-(-rows // (16 * t["blocks"])), -(-source.shape[1] // t["words"]))
-            kernels.quantize_columns[grid](
-                *pointers, rows, cols, -(-rows // 16), *place, EVEN=rows % 16 == 0,
-                BLOCKS=t["blocks"], WORDS=t["words"], num_warps=t["warps"], **options,
-            )  # fmt: skip
-        else:
-            t = ROW_TILE_2D if options["TILE"] else ROW_TILE
-            grid = (-(-rows // t["rows"]), -(-cols // (16 * t["groups"])))
-            kernels.quantize_rows[grid](
-                *pointers, rows, cols // 16, cols, *place,
-                ROWS=t["rows"], GROUPS=t["groups"], num_warps=t["warps"], **options,
-            )  # fmt: skip
+    if columns:
+        t = COLUMN_TILE
+        grid = (-(-rows // (16 * t["blocks"])), -(-source.shape[1] // t["words"]))
+        launch(
+            kernels.quantize_columns, grid, *pointers, rows, cols, -(-rows // 16), *place,
+            on=x.device, warps=t["warps"], EVEN=rows % 16 == 0,
+            BLOCKS=t["blocks"], WORDS=t["words"], **options,
+        )  # fmt: skip
+        return
+    t = ROW_TILE_2D if options["TILE"] else ROW_TILE
+    grid = (-(-rows // t["rows"]), -(-cols // (16 * t["groups"])))
+    launch(
+        kernels.quantize_rows, grid, *pointers, rows, cols // 16, cols, *place,
+        on=x.device, warps=t["warps"], ROWS=t["rows"], GROUPS=t["groups"], **options,
+    )  # fmt: skip
 
 
-def pair_supports(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
+def pair_supports(
+    x: Tensor, row: OperandSpec, column: OperandSpec, **_unused: object
+) -> str | None:
     """Why quantize_pair cannot take x, or None."""
     for spec in (row, column):
         reason = supports(x, spec)
@@ -226,14 +227,13 @@ def quantize_pair(
     options |= {f"C_{name}": value for name, value in second.constants().items()}
     tile = PAIR_TILE
     grid = (-(-rows // (16 * tile["blocks"])), -(-source.shape[1] // tile["words"]))
-    with torch.cuda.device(x.device):
-        kernels.quantize_pair[grid](
-            source, sign_factors(signs, x.device), first.amax, *first.pointers(),
-            second.amax, *second.pointers(), rows, cols, rows // 16,
-            *key_words(keys[0]), *key_words(keys[1]), signed(origin[0]), signed(origin[1]),
-            C_HADAMARD=column.hadamard == 16, BLOCKS=tile["blocks"], WORDS=tile["words"],
-            ROWS=tile["rows"], num_warps=tile["warps"], enable_fp_fusion=False, **options,
-        )  # fmt: skip
+    launch(
+        kernels.quantize_pair, grid, source, sign_factors(signs, x.device),
+        first.amax, *first.pointers(), second.amax, *second.pointers(), rows, cols, rows // 16,
+        *key_words(keys[0]), *key_words(keys[1]), signed(origin[0]), signed(origin[1]),
+        on=x.device, warps=tile["warps"], C_HADAMARD=column.hadamard == 16,
+        BLOCKS=tile["blocks"], WORDS=tile["words"], ROWS=tile["rows"], **options,
+    )  # fmt: skip
     return first.result(), second.result()
 
 
@@ -262,14 +262,12 @@ def requantize_columns(
     del options["STOCHASTIC"]
     codes, tile = source.codes.contiguous().view(torch.int32), REQUANTIZE_TILE
     grid = (-(-rows // (16 * tile["blocks"])), -(-codes.shape[1] // tile["words"]))
-    with torch.cuda.device(codes.device):
-        kernels.requantize_columns[grid](
-            codes, source.scales.contiguous(), source.amax, amax, *output.pointers(),
-            rows, codes.shape[1], rows // 16,
-            Q_NUMERATOR=source.spec.numerator, Q_TILE=source.spec.block == (16, 16), EVEN=True,
-            BLOCKS=tile["blocks"], WORDS=tile["words"], num_warps=tile["warps"],
-            enable_fp_fusion=False, **options,
-        )  # fmt: skip
+    launch(
+        kernels.requantize_columns, grid, codes, source.scales.contiguous(), source.amax, amax,
+        *output.pointers(), rows, codes.shape[1], rows // 16, on=codes.device, warps=tile["warps"],
+        Q_NUMERATOR=source.spec.numerator, Q_TILE=source.spec.block == (16, 16), EVEN=True,
+        BLOCKS=tile["blocks"], WORDS=tile["words"], **options,
+    )  # fmt: skip
     return output.result()
 
 
@@ -283,11 +281,9 @@ def decode(operand: QuantizedTensor, *, e4m3: bool = False, shift: int = 0) -> T
     out = torch.empty((rows, 16 * blocks), dtype=dtype, device=operand.codes.device)
     tile = operand.spec.block == (16, 16)
     size = 256
-    with torch.cuda.device(out.device):
-        words = operand.codes.contiguous().view(torch.int64 if e4m3 else torch.int32)
-        kernels.decode_blocks[(-(-words.numel() // size),)](
-            words, operand.scales.contiguous(),
-            out.view(torch.uint8), rows, blocks, e4m3, shift, tile, size,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    packed = operand.codes.contiguous().view(torch.int64 if e4m3 else torch.int32)
+    launch(
+        kernels.decode_blocks, (-(-packed.numel() // size),), packed, operand.scales.contiguous(),
+        out.view(torch.uint8), rows, blocks, e4m3, shift, tile, size, on=out.device, warps=4,
+    )  # fmt: skip
     return out

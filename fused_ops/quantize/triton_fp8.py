@@ -8,7 +8,7 @@ from fused_ops.codecs import ELEMENT_MAX
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize.triton_amax import matrix_amax
 from fused_ops.quantize.triton_launch import FP8_TILE
-from fused_ops.triton_support import device_reason
+from fused_ops.triton_support import device_reason, launch
 
 FORMATS = ("fp8_tensorwise", "fp8_delayed")
 
@@ -22,7 +22,9 @@ def supports(x: Tensor, spec: OperandSpec, **_unused: object) -> str | None:
     return device_reason(x)
 
 
-def pair_supports(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
+def pair_supports(
+    x: Tensor, row: OperandSpec, column: OperandSpec, **_unused: object
+) -> str | None:
     """Why quantize_pair cannot take x, or None."""
     if row != column:
         return f"two operands of one kind, got {row.label!r} and {column.label!r}"
@@ -70,15 +72,14 @@ def _cast(
     scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     counts = torch.zeros(2, dtype=torch.int32, device=x.device) if delayed else None
     tile = FP8_TILE
-    with torch.cuda.device(x.device):
-        kernels.cast_fp8[(-(-rows // tile["rows"]), -(-cols // tile["cols"]))](
-            x, amax, codes[0], codes[1], scale, scale if counts is None else counts,
-            rows, cols, cols, rows,
-            E5M2=spec.element == "e5m2", LARGEST=ELEMENT_MAX[str(spec.element)],
-            POW2=spec.scale == "pow2", ROW=row, COLUMN=column, COUNT=delayed,
-            ROWS=tile["rows"], COLS=tile["cols"], num_warps=tile["warps"],
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    grid = (-(-rows // tile["rows"]), -(-cols // tile["cols"]))
+    launch(
+        kernels.cast_fp8, grid, x, amax, codes[0], codes[1], scale,
+        scale if counts is None else counts, rows, cols, cols, rows,
+        E5M2=spec.element == "e5m2", LARGEST=ELEMENT_MAX[str(spec.element)],
+        POW2=spec.scale == "pow2", ROW=row, COLUMN=column, COUNT=delayed,
+        ROWS=tile["rows"], COLS=tile["cols"], on=x.device, warps=tile["warps"],
+    )  # fmt: skip
     shapes = ((rows, cols), (cols, rows))
     made = [
         QuantizedTensor(main, scale, amax, shape, spec, counts) if wanted else None

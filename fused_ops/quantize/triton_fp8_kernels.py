@@ -21,7 +21,7 @@ def _encode_scale(amax, LARGEST: tl.constexpr, POW2: tl.constexpr):
     return float_of(bits_of(scale) & 0x7F800000) if POW2 else scale
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def cast_fp8(
     x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, count_ptr, rows, cols, row_stride, col_stride,
     E5M2: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
@@ -33,10 +33,11 @@ def cast_fp8(
     scale_ptr gets 1 / scale; count_ptr (int32, zero before), with COUNT, how many values saturate.
     Strides are those of the outputs' rows.
     """
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
-    inside = (row < rows) & (col < cols)
-    x = tl.load(x_ptr + row * cols + col, mask=inside, other=0.0).to(tl.float32)
+    first_row, first_col = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1) * COLS
+    r, c = tl.arange(0, ROWS), tl.arange(0, COLS)
+    here = (first_row + r < rows)[:, None] & (first_col + c < cols)[None, :]
+    x_ptr += first_row * cols + first_col
+    x = tl.load(x_ptr + (r[:, None] * cols + c[None, :]), mask=here, other=0.0).to(tl.float32)
     scale = _encode_scale(tl.load(amax_ptr), LARGEST, POW2)
     fitted = x * scale
     if COUNT:
@@ -47,9 +48,12 @@ def cast_fp8(
     kind: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
     byte = fitted.to(kind).to(tl.uint8, bitcast=True)
     if ROW:
-        tl.store(row_ptr + row * row_stride + col, byte, mask=inside)
+        row_ptr += first_row * row_stride + first_col
+        tl.store(row_ptr + (r[:, None] * row_stride + c[None, :]), byte, mask=here)
     if COLUMN:
-        place = tl.trans(col).to(tl.int64) * col_stride + tl.trans(row)
-        tl.store(col_ptr + place, tl.trans(byte), mask=tl.trans(inside))
+        col_ptr += first_col.to(tl.int64) * col_stride + first_row
+        there = (first_col + c < cols)[:, None] & (first_row + r < rows)[None, :]
+        # Ranges of its own, not transposed ones: the compiler sees which addresses are neighbours.
+        tl.store(col_ptr + (c[:, None] * col_stride + r[None, :]), tl.trans(byte), mask=there)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, tl.div_rn(1.0, scale))

@@ -29,11 +29,13 @@ def split_supports(mixed: Tensor, angles: Tensor | None, queries: int, head_dim:
 
 def table(angles: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, FP32 [s, rotary / 2]; made once for the angles that all layers are given."""
-    version, found = _TABLES.get(angles, (None, None))
-    if version != angles._version:
+    kept = not angles.is_inference()  # those do not tell whether they were changed
+    version, found = _TABLES.get(angles, (None, None)) if kept else (None, None)
+    if found is None or version != angles._version:
         half = angles.detach().reshape(angles.shape[0], -1)[:, : angles.shape[-1] // 2].float()
         found = half.cos().contiguous(), half.sin().contiguous()
-        _TABLES[angles] = (angles._version, found)
+        if kept:
+            _TABLES[angles] = (angles._version, found)
     return found
 
 

@@ -7,6 +7,7 @@ one that torch loaded. Source: the cuBLAS manual, section cuBLASLt.
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,13 +65,30 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _constants(device: int, stream: int) -> tuple[Tensor, Tensor]:
-    """Workspace, and 0 and 1 in fp32, of a stream."""
+def _matmul() -> Any:
+    """cublasLtMatmul, which takes addresses as numbers."""
+    function = library().cublasLtMatmul
+    function.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Workspace, and 0 and 1 in fp32, of a stream, with their addresses."""
+
+    tensors: tuple[Tensor, Tensor]
+    workspace: int
+    zero: int
+    one: int
+
+
+@functools.cache
+def _constants(device: int, stream: int) -> _Constants:
     place = torch.device("cuda", device)
-    return (
-        torch.empty(_WORKSPACE, dtype=torch.uint8, device=place),
-        torch.arange(2, dtype=torch.float32, device=place),
-    )
+    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=place)
+    numbers = torch.arange(2, dtype=torch.float32, device=place)
+    address = numbers.data_ptr()
+    return _Constants((workspace, numbers), workspace.data_ptr(), address, address + 4)
 
 
 def _layout(dtype: torch.dtype, rows: int, cols: int, leading: int) -> ctypes.c_void_p:
@@ -152,20 +170,20 @@ def matmul(
     """
     device = a.device.index
     stream = torch.cuda.current_stream(a.device).cuda_stream
-    workspace, numbers = _constants(device, stream)
+    kept = _constants(device, stream)
     shape = (a.shape[0], b.shape[0], a.shape[1])
     by_columns = (not a.is_contiguous(), not b.is_contiguous())
     with torch.cuda.device(a.device):
         operation, first, second, layout, result = _plan(
             device, shape, (a.dtype, b.dtype, out.dtype), by_columns
         )
-        _call(
-            "cublasLtMatmul", _handle(device), operation,
-            ctypes.c_void_p((numbers[1:] if alpha is None else alpha).data_ptr()),
-            ctypes.c_void_p(b.data_ptr()), first, ctypes.c_void_p(a.data_ptr()), second,
-            ctypes.c_void_p(numbers[1 if accumulate else 0 :].data_ptr()),
-            ctypes.c_void_p(out.data_ptr()), layout, ctypes.c_void_p(out.data_ptr()), layout,
-            ctypes.byref(result), ctypes.c_void_p(workspace.data_ptr()),
-            ctypes.c_size_t(_WORKSPACE), ctypes.c_void_p(stream),
+        target = out.data_ptr()
+        status = _matmul()(
+            _handle(device), operation, kept.one if alpha is None else alpha.data_ptr(),
+            b.data_ptr(), first, a.data_ptr(), second, kept.one if accumulate else kept.zero,
+            target, layout, target, layout, ctypes.byref(result),
+            kept.workspace, _WORKSPACE, stream,
         )  # fmt: skip
+    if status != 0:
+        raise RuntimeError(f"cublasLtMatmul failed with cuBLAS status {status}")
     return out

@@ -23,6 +23,8 @@ from models.conversion.safetensors import SafetensorsFolder
 
 # Before it, Mamba-2 on a CPU was wrong beyond one chunk (transformers issue 47246).
 MINIMUM = (5, 24)
+NO_FLOOR = 1e-12
+"""A time step that no softplus of BF16 values is below."""
 _REMEDY = "install requirements-dev.txt, or pass --no-verify and go without the proof"
 
 
@@ -70,6 +72,7 @@ class Judge:
             config._attn_implementation = "eager"
             config._experts_implementation = "eager"
             config.use_cache = False
+            self.notes = _lift_time_step_floor(config)
             with torch.device("meta"):
                 self.model = transformers.AutoModelForCausalLM.from_config(
                     config, dtype=torch.float32, attn_implementation="eager"
@@ -167,6 +170,19 @@ class Judge:
             after(number, output[0] if isinstance(output, tuple) else output)
 
         return empty
+
+
+def _lift_time_step_floor(config: Any) -> list[str]:
+    """transformers' Nemotron-H raises time steps to `time_step_min`, which elsewhere is the least
+    that training starts from: the kernels of mamba-ssm and megatron-core do not."""
+    floor = getattr(config, "time_step_min", 0.0)
+    if config.model_type != "nemotron_h" or floor <= NO_FLOOR:
+        return []
+    config.time_step_min = NO_FLOOR
+    return [
+        f"transformers would raise Mamba time steps to time_step_min={floor:g}, the models' own "
+        "kernels do not: it was judged without"
+    ]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ MXFP4 of GPT-OSS           X_blocks (U8), X_scales (U8), stacked over experts
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,10 +86,10 @@ def packed_problem(hf_config: Mapping[str, Any], source: SafetensorsFolder) -> s
 
 
 class DecodedFolder:
-    """A packed folder that gives its weights decoded to BF16, one at a time."""
+    """A packed folder that gives its weights decoded (to BF16), one at a time."""
 
-    def __init__(self, source: SafetensorsFolder) -> None:
-        self._source, self._packed = source, packed_weights(source)
+    def __init__(self, source: SafetensorsFolder, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._source, self._packed, self._dtype = source, packed_weights(source), dtype
         parts = {part for packed in self._packed.values() for part in packed.parts}
         self._plain = [
             name
@@ -107,7 +107,9 @@ class DecodedFolder:
     def spec(self, name: str) -> TensorSpec:
         """Of the decoded tensor."""
         packed = self._packed.get(name)
-        return packed.spec if packed is not None else self._source.spec(name)
+        if packed is None:
+            return self._source.spec(name)
+        return replace(packed.spec, dtype=self._dtype)
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """The decoded tensor, or entry `index` of its first axis."""
@@ -118,7 +120,7 @@ class DecodedFolder:
             parts = [self._source.read(part, index) for part in packed.parts]
         else:
             parts = [self._source.read(part) for part in packed.parts]
-        whole = _DECODERS[packed.kind](*parts).to(torch.bfloat16)
+        whole = _DECODERS[packed.kind](*parts).to(self._dtype)
         return whole if index is None or packed.kind == "mxfp4_experts" else whole[index]
 
 

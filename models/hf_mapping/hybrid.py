@@ -175,6 +175,8 @@ def _written_nemotron(section: Any, config: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "residual_in_fp32": False,
         "expand": 2,
+        # transformers raises time steps to this; megatron-core does not.
+        "time_step_min": 1e-12,
     }
     if mtp:
         found["mtp_hybrid_override_pattern"] = mtp[0]

@@ -100,6 +100,8 @@ class CheckpointManager:
         self.run_dir = Path(run_dir)
         self.checkpoints = self.run_dir / "checkpoints"
         self.fingerprints: dict[str, str] = {}
+        self.average: Any = None
+        """A moving average of the weights (`pretrain.ema.WeightAverage`) to save and load."""
         self.seconds_blocked = 0.0
         """How long the last `save` kept the caller."""
         self._rank = torch.distributed.get_rank()
@@ -214,6 +216,8 @@ class CheckpointManager:
         state = load_json(found.path / STATE)
         if found.parts == "model":
             checkpoint_state.load_sharded(found.path, chunks, None)
+            if self.average is not None:
+                self.average.restart()
             if optimizer is not None:
                 optimizer.reload_model_params()
             notes = [
@@ -231,7 +235,7 @@ class CheckpointManager:
             self.config.override,
             (state["fingerprints"], self.fingerprints),
         )
-        checkpoint_state.load_sharded(found.path, chunks, optimizer)
+        checkpoint_state.load_sharded(found.path, chunks, optimizer, self.average)
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
         layout = checkpoint_state.layout_of(resolved_config, self._world_size)
@@ -274,7 +278,7 @@ class CheckpointManager:
             return
         start = time.perf_counter()
         folder = step_folder(self.checkpoints, step)
-        state = checkpoint_state.sharded_state(chunks, optimizer, loading=False)
+        state = checkpoint_state.sharded_state(chunks, optimizer, average=self.average)
         need = sum(on_all(lambda: checkpoint_state.local_bytes(state)))
         on_first(lambda: self._prepare(folder, need))
         about = {

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 from pretrain.checkpoint.io import CheckpointError, dump_json, load_json, write_durably
 from pretrain.checkpoint.layout import rng_name
 from pretrain.checkpoint.safe import read_index, refuse_code
+from pretrain.checkpoint.tensors import AVERAGE
 
 # Of an optimizer's parameter group: state that training changes. All else comes from the config.
 _GROUP_STATE = ("step", "lr", "params")
@@ -45,8 +46,11 @@ def _names(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
 
-def sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """megatron-core's sharded state dict of the model chunks and, unless None, the optimizer."""
+def sharded_state(
+    chunks: Sequence[Any], optimizer: Any, *, loading: bool = False, average: Any = None
+) -> dict[str, Any]:
+    """megatron-core's sharded state dict of the model chunks and, unless None, the optimizer and
+    the moving average of the weights (`pretrain.ema.WeightAverage`)."""
     metadata = {
         "dp_cp_group": data_parallel_group(chunks[0]),
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -56,6 +60,8 @@ def sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> di
     state: dict[str, Any] = {}
     for name, chunk in zip(_names(chunks), chunks):
         state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
+    if average is not None:
+        state["ema"] = average.sharded_state(dict(state))
     if optimizer is not None:
         _create_moments(optimizer)
         with _quick_collect():
@@ -107,15 +113,18 @@ def local_bytes(state: dict[str, Any]) -> int:
     return total
 
 
-def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
+def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any, average: Any = None) -> None:
     """Load model chunks and, unless None, the optimizer. Runs no code of the checkpoint.
+
+    A moving average that the checkpoint does not hold begins at its weights.
 
     Hyperparameters of the optimizer (everything in its parameter groups but the step) stay as this
     run's config made them. CheckpointError when the checkpoint does not fit this model.
     """
-    read_index(folder)  # torch goes on without an index that it cannot read
+    index = read_index(folder)  # torch goes on without an index that it cannot read
     hyper = _hyperparameters(optimizer)
-    state = sharded_state(chunks, optimizer, loading=True)
+    held = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
+    state = sharded_state(chunks, optimizer, loading=True, average=average if held else None)
     try:
         with refuse_code():
             loaded = dist_checkpointing.load(state, str(folder))
@@ -129,6 +138,10 @@ def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
         ) from error
     for name, chunk in zip(_names(chunks), chunks):
         unwrap(chunk).load_state_dict(loaded[name])
+    if average is not None and held:
+        average.load(loaded["ema"], _names(chunks))
+    elif average is not None:
+        average.restart()
     if optimizer is None:
         return
     _adopt_groups(loaded["optimizer"], hyper)

@@ -7,6 +7,7 @@ the rows that were asked for and no more; writing keeps nothing but the index. B
 group and run no code of the files.
 """
 
+import copy
 import io
 import json
 import os
@@ -33,6 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from pretrain.checkpoint.io import CheckpointError, fsync_path, write_durably
 from pretrain.checkpoint.safe import load_object, read_index
 
+AVERAGE = "ema."
+"""What the moving average of a tensor is called: this, and the tensor's name."""
 _FILE_BYTES = 4 * 2**30
 
 
@@ -176,6 +179,25 @@ class TensorReader:
             (tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path)
             for chunk, info in self._pieces[name]
         ]
+
+    def averaged(self) -> "TensorReader":
+        """The same tensors with the values of their moving averages, in the weights' dtypes.
+
+        CheckpointError when the run kept none.
+        """
+        if not any(name.startswith(AVERAGE) for name in self._tensors):
+            raise CheckpointError(
+                f"{self.folder.name} holds no moving average of the weights: its run had "
+                "train.ema_decay=0"
+            )
+        found = copy.copy(self)
+        found._tensors = {
+            name: entry for name, entry in self._tensors.items() if not name.startswith(AVERAGE)
+        }
+        found._pieces = {
+            name: self._pieces.get(AVERAGE + name, self._pieces[name]) for name in found._tensors
+        }
+        return found
 
     def objects(self) -> list[str]:
         """Names of what is stored and no tensor."""

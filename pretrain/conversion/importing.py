@@ -5,7 +5,7 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,11 @@ def import_folder(folder: Path, checkpoints: Path, options: ImportOptions) -> Im
     )
     plan = _complete_plan(section, expected, hf_config, source)
     target = step_folder(checkpoints, 0)
-    with _fresh_folder(checkpoints, target):
+    with fresh_folder(checkpoints, target):
         names = _write_tensors(plan, source, expected, target, options.show)
-        names += _carry(folder, target)
-        names.append(_write_state(target, encode(config), folder))
+        names += carry_files(_small_files(folder), target, CARRIED)
+        about = {"step": 0, "imported_from": Path(folder).name}
+        names.append(write_state(target, encode(config), about))
         verdict = None
         if options.verify:
             pair = Pair(section, TensorReader(target), expected.tensors, folder, source, hf_config)
@@ -137,7 +138,7 @@ def _complete_plan(
 
 
 @contextlib.contextmanager
-def _fresh_folder(checkpoints: Path, target: Path) -> Iterator[None]:
+def fresh_folder(checkpoints: Path, target: Path) -> Iterator[None]:
     """An empty folder for the checkpoint; removed again unless it was completed."""
     if target.exists() and (target / COMPLETE).exists():
         raise ConfigError(f"CKPT_DIR must be new; {target} exists; give another, or delete it")
@@ -186,36 +187,45 @@ def _check_copy(plan: Plan, link: Any, theirs: list[Any], source: Any) -> None:
                 )
 
 
-def _carry(folder: Path, target: Path) -> list[str]:
-    """Configuration, tokenizer and generation config go with the checkpoint."""
+def _small_files(folder: Path) -> list[Path]:
+    """Configuration, tokenizer and generation config."""
+    return [
+        path
+        for path in sorted(Path(folder).iterdir())
+        if path.is_file()
+        and path.suffix in _TAKEN
+        and not path.name.endswith(".index.json")
+        and path.stat().st_size <= _LARGEST
+    ]
+
+
+def carry_files(paths: Iterable[Path], target: Path, prefix: str) -> list[str]:
+    """Copy small files into a checkpoint, durably, with `prefix` before their names."""
     names = []
-    for path in sorted(Path(folder).iterdir()):
-        if not path.is_file() or path.suffix not in _TAKEN or path.name.endswith(".index.json"):
-            continue
-        if path.stat().st_size > _LARGEST:
-            continue
-        write_durably(target / (CARRIED + path.name), path.read_bytes())
-        names.append(CARRIED + path.name)
+    for path in paths:
+        name = prefix + path.name.removeprefix(prefix)
+        write_durably(target / name, path.read_bytes())
+        names.append(name)
     return names
 
 
-def _write_state(target: Path, config: dict[str, Any], folder: Path) -> str:
-    about = {
-        "step": 0,
+def write_state(target: Path, config: dict[str, Any], about: dict[str, Any]) -> str:
+    """state.json of a checkpoint of weights; `about` has at least its step."""
+    state = {
         "parts": ["model"],
         "extra": {},
         "scheduler": None,
         "config": config,
         "fingerprints": {},
         "layout": json.dumps({"world_size": 1}),
-        "imported_from": Path(folder).name,
         "written": {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
+        **about,
     }
-    write_durably(target / STATE, dump_json(about))
+    write_durably(target / STATE, dump_json(state))
     return STATE
 
 

@@ -16,7 +16,7 @@ from models.pattern import parse_pattern
 from pretrain.checkpoint.config import find_latest
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
-from pretrain.checkpoint.tensors import TensorReader
+from pretrain.checkpoint.tensors import AVERAGE, TensorReader
 from pretrain.config import DTYPES, PretrainConfig, make_config
 from pretrain.data.manifest import load_manifest
 
@@ -85,7 +85,9 @@ class OpenCheckpoint:
         """Tensors in the files that are no part of the model, those of the optimizer aside."""
         known = self.expected.tensors
         return [
-            name for name in self.reader if name not in known and not name.startswith("optimizer.")
+            name
+            for name in self.reader
+            if name not in known and not name.startswith(("optimizer.", AVERAGE))
         ]
 
     def carried(self) -> dict[str, Path]:
@@ -93,8 +95,13 @@ class OpenCheckpoint:
         return {p.name.removeprefix(CARRIED): p for p in sorted(self.path.glob(CARRIED + "*"))}
 
 
-def open_checkpoint(path: Path, vocab_size: int | None = None) -> OpenCheckpoint:
-    """The newest whole checkpoint that `path` means. ConfigError, CheckpointError."""
+def open_checkpoint(
+    path: Path, vocab_size: int | None = None, weights: str = "trained"
+) -> OpenCheckpoint:
+    """The newest whole checkpoint that `path` means. ConfigError, CheckpointError.
+
+    `weights`: trained, or ema for their moving average.
+    """
     found = find_latest(path)
     if found is None:
         raise ConfigError(
@@ -104,7 +111,10 @@ def open_checkpoint(path: Path, vocab_size: int | None = None) -> OpenCheckpoint
     state = load_json(found.path / STATE)
     config = make_config(state["config"])
     reader = TensorReader(found.path)
-    vocab_size = vocab_size or config.model.vocab_size or _vocabulary_of_data(config)
+    if weights == "ema":
+        reader = reader.averaged()
+    vocab_size = vocab_size or config.model.vocab_size or state["extra"].get("vocab_size")
+    vocab_size = vocab_size or _vocabulary_of_data(config)
     padded = padded_vocab_size(config.model, vocab_size)
     embedding = "embedding.word_embeddings.weight"
     if embedding in reader and reader.shape(embedding)[0] != padded:

@@ -124,7 +124,7 @@ def verify_pair(pair: Pair, *, logits: bool = True, show: bool = True) -> Verdic
         verdict.problems.append(problem)
         return verdict
     try:
-        verdict.logits = _prove(pair, plan, show)
+        verdict.logits = _prove(pair, plan, verdict.notes, show)
     except ConfigError as error:
         verdict.problems += error.problems
     except (RuntimeError, KeyError, ValueError) as error:
@@ -209,7 +209,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a, b)) or bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
-def _prove(pair: Pair, plan: Plan, show: bool) -> LogitsProof:
+def _prove(pair: Pair, plan: Plan, notes: list[str], show: bool) -> LogitsProof:
     fewer: dict[str, torch.dtype] = {}
     for link in plan.links:
         for piece in link.theirs:
@@ -217,6 +217,7 @@ def _prove(pair: Pair, plan: Plan, show: bool) -> LogitsProof:
             if dtype.itemsize < pair.source.spec(piece.name).dtype.itemsize:
                 fewer[piece.name] = dtype
     judge = Judge(pair.folder, pair.source, fewer.get)
+    notes += judge.notes
     ours = StreamedModel(pair.section, pair.reader, process_groups())
     tokens = 67
     if "M" in pair.section.pattern:

@@ -119,11 +119,14 @@ def run_config(case: Case, layout: Layout) -> PretrainConfig:
     parallel = {
         name: value for name, value in vars(layout.parallel).items() if not name.startswith("_")
     }
+    stages = layout.parallel.pipeline_model_parallel_size * layout.parallel.virtual
+    # A pattern with `|` is that of its pipeline; every other layout has the layers in one piece.
+    pattern = case.pattern.replace("|", "") if stages == 1 else case.pattern
     return make_config(
         {
             "run": {"name": "parity", "seed": SEED},
             "model": {
-                "pattern": case.pattern,
+                "pattern": pattern,
                 "seq_length": SEQ_LENGTH,
                 "vocab_size": VOCAB,
                 "init_std": 0.05,

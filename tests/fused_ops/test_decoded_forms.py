@@ -126,14 +126,14 @@ def test_kernels_write_decoded_forms(name, form, columns):
 @pytest.mark.gpu
 @pytest.mark.parametrize("forms", [("codes", "codes"), ("bf16", "codes"), ("fp8", "fp8")])
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
-def test_a_pair_is_its_two_operands(pair, forms):
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_a_pair_is_its_two_operands(implementation, pair, forms):
     row, column = SPECS[PAIRS[pair][0]], PAIRS[pair][1]
     for kind in cases.KINDS:
         for shape in ((80, 272), (16, 16), (512, 1024)):
             x = cases.make_input(kind, shape, 4).cuda()
             amaxes = operand_amax(x, row), operand_amax(x, column, columns=True)
-            options = {"origin": (32, 64), "forms": forms}
-            assert triton_backend.pair_supports(x, row, column) is None
+            options = {"origin": (32, 64), "forms": forms, "implementation": implementation}
             got = quantize_pair(x, row, column, amaxes=amaxes, keys=KEYS, **options)
             want = (
                 in_form(forms[0], x, row, amax=amaxes[0], key=KEYS[0], origin=(32, 64)),

@@ -99,6 +99,9 @@ def test_the_table_is_made_once_and_not_after_a_change():
     again = triton_backend.table(turns)
     assert again[0] is not first[0]
     torch.testing.assert_close(again[0], turns[:, 0, 0, :4].cos())
+    with torch.inference_mode():
+        other = angles(4, 8)
+        torch.testing.assert_close(triton_backend.table(other)[1], other[:, 0, 0, :4].sin())
 
 
 @pytest.mark.gpu

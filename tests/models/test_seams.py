@@ -20,6 +20,7 @@ from models.layer_specs import Stack
 from models.mamba import MambaMixer, without_mamba_ssm
 from models.norm import GroupNorm, Norm
 from models.parallel_linear import ColumnParallelLinear, GemmModule, RowParallelLinear
+from models.prediction import prediction_loss
 from tests.models import toy
 
 
@@ -162,6 +163,15 @@ def test_the_loss_is_computed_by_one_method(monkeypatch):
     seam(len(calls) == 2, where, f"called {len(calls)} times for a token and one prediction")
     seam(calls[0] == (toy.SEQ, 2, toy.VOCAB), where, f"logits are {calls[0]}, not [s, b, vocab]")
     seam("output_layer" in dict(chunk.named_modules()), where, "output_layer has another name")
+
+
+def test_predictions_are_weighted_by_one_function():
+    where = "models/prediction.py"
+    source = inspect.getsource(hybrid_model.HybridModel.forward)
+    seam("process_mtp_loss(" in source, where, "HybridModel.forward calls no process_mtp_loss")
+    theirs = inspect.signature(hybrid_model.process_mtp_loss).parameters
+    ours = set(inspect.signature(prediction_loss).parameters) - {"unused"}
+    seam(ours <= set(theirs), where, f"process_mtp_loss lost {ours - set(theirs)}")
 
 
 def test_model_forward_passes_the_packed_object_through():

@@ -58,6 +58,8 @@ def megatron_fields(pattern, **changes):
 
 
 _layouts: list[ParallelConfig] = []
+label_mask: torch.Tensor | None = None
+"""Which labels count, [2, SEQ]; None for all."""
 
 
 def init_groups(parallel=None):
@@ -132,17 +134,17 @@ def _forward_step(iterator, model):
     group = parallel_state.get_context_parallel_group()
     size, rank = group.size(), group.rank()
     place = positions()
+    mask = torch.ones(tokens.shape) if label_mask is None else label_mask
     if size > 1:
         pick = [rank, 2 * size - 1 - rank]
-        tokens, labels, place = (
+        tokens, labels, place, mask = (
             torch.cat([t.chunk(2 * size, 1)[i] for i in pick], 1).contiguous()
-            for t in (tokens, labels, place)
+            for t in (tokens, labels, place, mask)
         )
-    mask = torch.ones_like(tokens, dtype=torch.float32)
     output = model(tokens, place, None, labels=labels, loss_mask=mask)
 
     def loss(losses):
-        total, count = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int)
+        total, count = (losses.float() * mask).sum(), mask.sum().to(torch.int)
         return total, count, {"loss": torch.stack([total.detach(), count.float()])}
 
     return output, loss

@@ -158,7 +158,7 @@ def test_a_part_of_the_matrix():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["M-*-", "M-*E", "*E*E", "+-+E", "*-*E/*E"])
+@pytest.mark.parametrize("pattern", ["M-*-", "M-*E", "*E*E", "+-+E", "*-*E/*E", "M-M|*M-E"])
 def test_the_matrix(pattern):
     layouts = [
         name

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row and column NVFP4 from one read in CUDA C++, built with nvcc for what is wanted at first use.
+
+Each pair of operands is a build of its own (some seconds), kept in torch's folder of extensions.
+Without nvcc the Triton kernel of the same bytes is used, and the log says so once.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.quantize import triton_backend
+from fused_ops.quantize.philox import Key
+from fused_ops.quantize.triton_backend import FORMS, Output
+from fused_ops.quantize.triton_launch import sign_factors, words
+
+SOURCE = Path(__file__).parent / "cuda" / "quantize_pair.cu"
+TARGETS = ("sm_90", "sm_100", "sm_103")
+FIXED_SIGNS_MASK = 0xD7E8
+"""Bit i is set where FIXED_SIGNS[i] is -1."""
+
+_log = logging.getLogger(__name__)
+
+
+def find_nvcc() -> str | None:
+    """The compiler's path, or None."""
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    return shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
+
+
+@functools.cache
+def _missing() -> str | None:
+    from torch.utils import cpp_extension
+
+    if find_nvcc() is None:
+        _log.info("nvcc is not installed: Triton quantizes instead, the same bytes")
+        return "nvcc is not installed"
+    if not cpp_extension.is_ninja_available():
+        _log.info("ninja is not installed: Triton quantizes instead, the same bytes")
+        return "ninja is not installed"
+    return None
+
+
+def pair_supports(
+    x: Tensor, row: OperandSpec, column: OperandSpec, **_unused: object
+) -> str | None:
+    """Why quantize_pair cannot take x, or None."""
+    reason = triton_backend.pair_supports(x, row, column)
+    if reason is not None:
+        return reason
+    if row.choice == "4over6_mae" or column.choice == "4over6_mae":
+        return "4over6 by squared errors only"
+    return _missing()
+
+
+def preferred(x: Tensor, row: OperandSpec, column: OperandSpec, **unused: object) -> str | None:
+    """As pair_supports, for calls that name no implementation: where it measured faster."""
+    if not (row.is_random and column.is_random):
+        return "Triton is faster where nothing is rounded stochastically (measured on an H200)"
+    return pair_supports(x, row, column)
+
+
+def pair_macros(
+    row: OperandSpec, column: OperandSpec, forms: tuple[str, str], fixed_signs: bool
+) -> list[str]:
+    """The compiler's definitions for a pair of operands; see the source."""
+    found = []
+    for side, spec, form in (("R", row, forms[0]), ("C", column, forms[1])):
+        found += [
+            f"-D{side}_POW2={str(spec.is_pow2).lower()}",
+            f"-D{side}_SR={str(spec.rounding == 'stochastic').lower()}",
+            f"-D{side}_CHOICE={int(spec.choice is not None)}",
+            f"-D{side}_NUMERATOR={spec.numerator}f",
+            f"-D{side}_FORM={FORMS.index(form)}",
+            f"-D{side}_SHIFT={spec.fp8_shift if form == 'fp8' else 0}",
+        ]
+    return [
+        *found,
+        f"-DC_HADAMARD={str(column.hadamard == 16).lower()}",
+        f"-DC_SIGNS={FIXED_SIGNS_MASK if fixed_signs else -1}",
+    ]
+
+
+def nvcc_flags(target: str, macros: Sequence[str]) -> list[str]:
+    """How the source is compiled for one of TARGETS."""
+    number = target.removeprefix("sm_")
+    return ["-O3", "-fmad=false", f"-gencode=arch=compute_{number}a,code=sm_{number}a", *macros]
+
+
+@functools.cache
+def _library(macros: tuple[str, ...], capability: tuple[int, int]) -> Any:
+    """The launcher of one pair, built if it is not in the folder of extensions."""
+    from torch.utils import cpp_extension
+
+    target = f"sm_{capability[0]}{capability[1]}"
+    text = " ".join((*macros, target, torch.version.cuda or "")).encode() + SOURCE.read_bytes()
+    name = f"nibble_quantize_pair_{hashlib.blake2b(text, digest_size=8).hexdigest()}"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    folder = Path(root) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(
+        name,
+        [str(SOURCE)],
+        extra_cuda_cflags=nvcc_flags(target, macros),
+        build_directory=str(folder),
+        is_python_module=False,
+        with_cuda=True,
+    )
+    run = ctypes.CDLL(str(folder / f"{name}.so")).nibble_quantize_pair
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return run
+
+
+def quantize_pair(
+    x: Tensor,
+    row: OperandSpec,
+    column: OperandSpec,
+    *,
+    amaxes: tuple[Tensor, Tensor],
+    signs: Tensor | None = None,
+    keys: tuple[Key | None, Key | None] = (None, None),
+    origin: tuple[int, int] = (0, 0),
+    forms: tuple[str, str] = ("codes", "codes"),
+) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
+    """See fused_ops.quantize.api.quantize_pair. Keys are numbers."""
+    rows, cols = x.shape
+    first = Output.new(row, forms[0], rows, cols, amaxes[0], rows)
+    second = Output.new(column, forms[1], cols, rows, amaxes[1], cols)
+    macros = pair_macros(row, column, forms, signs is None)
+    _launch(x, macros, sign_factors(signs, x.device), first, second, keys, origin)
+    return first.result(), second.result()
+
+
+def _launch(
+    x: Tensor,
+    macros: list[str],
+    signs: Tensor,
+    first: Output,
+    second: Output,
+    keys: tuple[Key | None, Key | None],
+    origin: tuple[int, int],
+) -> None:
+    source = words(x, True)
+    tensors = [source, signs]
+    for output in (first, second):
+        tensors += [output.amax, *output.pointers()]
+    pointers = (ctypes.c_void_p * 12)(*[t.data_ptr() for t in tensors])
+    numbers = [x.shape[0], x.shape[1], *origin]
+    for key in keys:
+        numbers += [0, 0] if key is None else [int(key[0]), int(key[1])]
+    values = (ctypes.c_int64 * 8)(*numbers)
+    run = _library(tuple(macros), torch.cuda.get_device_capability(x.device))
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        status = run(ctypes.c_void_p(stream), pointers, values)
+    if status != 0:
+        raise RuntimeError(f"the quantizer could not be launched: CUDA error {status}")

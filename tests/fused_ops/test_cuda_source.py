@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA source compiles for every GPU it is meant for, and uses what each of them has."""
+
+import subprocess
+
+import pytest
+
+from fused_ops.formats import OperandSpec
+from fused_ops.quantize import cuda_backend
+
+NEAREST = OperandSpec(format="nvfp4"), OperandSpec(format="nvfp4", hadamard=16)
+FAST = (
+    OperandSpec(format="nvfp4", scale="pow2", rounding="stochastic"),
+    OperandSpec(format="nvfp4", scale="pow2", rounding="stochastic", hadamard=16),
+)
+X = (
+    OperandSpec(format="nvfp4", choice="4over6_mse"),
+    OperandSpec(format="nvfp4", scale="pow2", choice="better_of_two", hadamard=16),
+)
+
+
+def compile_to(folder, target, pair, forms, kind):
+    """The compiler's log and output for one pair: assembly ("ptx") or machine code ("cubin")."""
+    nvcc = cuda_backend.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed: nothing can compile the CUDA source here")
+    macros = cuda_backend.pair_macros(*pair, forms, True)
+    out = folder / f"pair.{kind}"
+    flags = [f for f in cuda_backend.nvcc_flags(target, macros) if not f.startswith("-gencode")]
+    number = target.removeprefix("sm_")
+    arch = f"compute_{number}a" if kind == "ptx" else f"sm_{number}a"
+    command = [nvcc, "-std=c++17", f"-arch={arch}", *flags, f"-{kind}", "-Xptxas", "-v"]
+    done = subprocess.run(
+        [*command, "-o", str(out), str(cuda_backend.SOURCE)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr, out.read_bytes()
+
+
+@pytest.mark.parametrize("target", cuda_backend.TARGETS)
+@pytest.mark.parametrize("pair", [FAST, X], ids=["dy", "x"])
+def test_every_target_compiles_without_spills(target, pair, tmp_path):
+    forms = ("fp8", "fp8") if pair is FAST else ("fp8", "codes")
+    log, code = compile_to(tmp_path, target, pair, forms, "cubin")
+    assert len(code) > 4096
+    assert "0 bytes spill stores" in log
+
+
+@pytest.mark.parametrize("target", cuda_backend.TARGETS)
+def test_blackwell_converts_by_itself(target, tmp_path):
+    _, assembly = compile_to(tmp_path, target, NEAREST, ("codes", "codes"), "ptx")
+    assert (b"e2m1x2" in assembly) is (target != "sm_90")
+    assert b"fma.rn" in assembly or target != "sm_90"
+
+
+def test_a_pair_is_described_by_its_macros():
+    macros = cuda_backend.pair_macros(*X, ("fp8", "codes"), False)
+    assert {"-DR_CHOICE=1", "-DR_NUMERATOR=1536.0f", "-DR_FORM=1", "-DR_SHIFT=2"} <= set(macros)
+    assert {"-DC_POW2=true", "-DC_SR=false", "-DC_HADAMARD=true", "-DC_SIGNS=-1"} <= set(macros)
+    mask = sum(1 << i for i, sign in enumerate(_fixed_signs()) if sign < 0)
+    assert mask == cuda_backend.FIXED_SIGNS_MASK
+
+
+def _fixed_signs():
+    from fused_ops.quantize.hadamard import FIXED_SIGNS
+
+    return FIXED_SIGNS

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of one precision goes on in another, both ways, and never by accident."""
+
+import pytest
+import yaml
+
+from pretrain.__main__ import main
+from tests.integration.test_resume import losses
+from tests.toy import make_toy, toy_config
+
+HALF, WHOLE = 3, 6
+RECIPES = ("bf16", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of each recipe without a stop, a checkpoint of its first half, and its command."""
+    folder = tmp_path_factory.mktemp("precision")
+    data = make_toy(folder / "data")
+    commands = {}
+    for recipe in RECIPES:
+        sections = {
+            "run": {"dir": str(folder / "runs"), "name": f"whole-{recipe}"},
+            "train": {"steps": WHOLE, "dtype": "bf16", "global_batch_size": 4},
+            "precision": {"recipe": recipe},
+            "checkpoint": {"interval": HALF, "keep_last": 0},
+        }
+        path = folder / f"{recipe}.yaml"
+        path.write_text(yaml.safe_dump(toy_config(data, "M-*E", **sections)))
+        assert main([str(path)]) == 0
+        commands[recipe] = [str(path), f"run.name=changed-{recipe}"]
+    return folder / "runs", commands
+
+
+@pytest.mark.parametrize(("first", "then"), [RECIPES, RECIPES[::-1]])
+def test_going_on_in_another_precision(runs, first, then, capsys):
+    folder, commands = runs
+    here = f"checkpoint.load={folder}/whole-{first}/checkpoints/step_{HALF:08d}"
+    refused = [*commands[first], here, f"precision.recipe={then}"]
+    assert main(refused) == 2
+    assert f"add precision.recipe: '{then}' to checkpoint.override" in capsys.readouterr().err
+
+    assert main([*commands[first], here, f"checkpoint.override={{precision.recipe: {then}}}"]) == 0
+    went_on = losses(folder / f"changed-{first}")
+    stayed = losses(folder / f"whole-{first}")
+    assert sorted(went_on) == list(range(HALF + 1, WHOLE + 1))
+    for step, loss in went_on.items():
+        # other codes, so other numbers; the same weights and samples, so close ones
+        assert loss != stayed[step]
+        assert loss == pytest.approx(stayed[step], rel=0.03)
