@@ -33,6 +33,7 @@ SAME_LOSS = {
     "an uneven pipeline": ("M-M|*M-E", PP2, {}),
     "allgather dispatch": ("E", EP2, {"moe_token_dispatcher_type": "allgather"}),
     "shards of 96": ("*-", TP2, WIDE),
+    "shards of 96 in nvfp4_fast": ("*-", TP2, WIDE),
 }
 # Recipes that scale each token by itself, with the dtype of weights and activations.
 LOCAL = (
@@ -50,6 +51,10 @@ def give(chunk, recipe):
     for module in chunk.modules():
         if isinstance(module, GemmModule):
             module.recipe = get_recipe(recipe)
+
+
+def recipe_of(name):
+    return name.rsplit(" in ", 1)[1] if " in " in name else "bf16"
 
 
 def _whole(pattern, fields):
@@ -140,6 +145,8 @@ def _both(weights, folder):
     for name, (pattern, layout, fields) in SAME_LOSS.items():
         chunks, config = toy.make(pattern, parallel=ParallelConfig(**layout), **fields)
         toy.load(chunks, f"{weights}/{name}")
+        for chunk in chunks:
+            give(chunk, recipe_of(name))
         said["losses"][name] = toy.step(chunks, config)
     for recipe, topk in (("bf16", 2), ("nvfp4", 2), ("nvfp4", 1)):
         said["forced"][recipe, topk] = forced(recipe, topk)
@@ -168,6 +175,7 @@ def said(tmp_path_factory):
     for name, (pattern, _, fields) in SAME_LOSS.items():
         chunks, config = _whole(pattern, fields)
         toy.save(chunks, folder / "weights" / name)
+        give(chunks[0], recipe_of(name))
         losses[name] = toy.step(chunks, config)
     chunks, _ = toy.make("M-*-")
     toy.save(chunks, folder / "weights" / "reshard")
