@@ -74,6 +74,7 @@ class _Bench:
         self.device = world.device
         self.engine = build_engine(config, world, 32768)
         self.optimizer = self.engine.optimizer
+        self.queue: Any = None
 
     def _seconds(self, work: Callable[[], Any]) -> float:
         import torch
@@ -95,12 +96,16 @@ class _Bench:
 
     def _save_upstream(self, folder: Path) -> None:
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         from pretrain.checkpoint.state import sharded_state
 
+        # Its server process is started by the first save and kept; ours puts its own in place.
+        filesystem_async._results_queue = self.queue
         folder.mkdir()
         state = sharded_state(self.engine.chunks, self.optimizer)
         dist_checkpointing.save(state, str(folder))
+        self.queue = filesystem_async._results_queue
 
     def _load_upstream(self, folder: Path) -> None:
         from megatron.core import dist_checkpointing
