@@ -10,13 +10,18 @@
 
 Each rank gets the environment that torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR, MASTER_PORT), one thread, and `cpu_compat` enabled before its function is imported. The
-process group is left to the function (`torch.distributed.init_process_group("gloo")`). When a rank
+process group is left to the function (`torch.distributed.init_process_group("gloo")`). Ranks of a
+function are forked from one process that has imported torch and megatron-core once; programs start
+by themselves. When a rank
 fails or the time is over, its siblings are killed (they would wait for it for ever) and the call
 raises RuntimeError with every rank's output, each line with its rank.
 """
 
+import atexit
 import contextlib
+import functools
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -25,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,12 +72,17 @@ def run_distributed(
             request = place / "request.pt"
             file = Path(sys.modules[target.__module__].__file__ or "").resolve()
             torch.save((str(file), target.__qualname__, tuple(args)), request)
-            command = [sys.executable, str(Path(__file__).resolve()), str(request)]
+            command = [str(request)]
         else:
             words = [str(target)] if isinstance(target, str | Path) else list(target)
             command = [sys.executable, *words, *map(str, args)]
         logs = [place / f"rank{rank}.log" for rank in range(world_size)]
-        ranks = _start(command, logs, env or {})
+        environments = _environments(world_size, env or {})
+        ranks: list[Any] = (
+            _server().start(command[0], logs, environments)
+            if callable(target)
+            else _start(command, logs, environments)
+        )
         try:
             failure = _wait(ranks, timeout)
         finally:
@@ -87,27 +98,31 @@ def run_distributed(
         ]
 
 
-def _start(
-    command: list[str], logs: list[Path], env: Mapping[str, str]
-) -> list[subprocess.Popen[bytes]]:
+def _environments(world_size: int, env: Mapping[str, str]) -> list[dict[str, str]]:
     shared = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(len(logs)),
-        "LOCAL_WORLD_SIZE": str(len(logs)),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         **env,
     }
+    return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world_size)]
+
+
+def _start(
+    command: list[str], logs: list[Path], environments: list[dict[str, str]]
+) -> list[subprocess.Popen[bytes]]:
     ranks = []
-    for rank, log in enumerate(logs):
+    for log, env in zip(logs, environments):
         with log.open("wb") as out:
             ranks.append(
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=env,
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
@@ -117,7 +132,115 @@ def _start(
     return ranks
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+class _ForkServer:
+    """A process that has imported what ranks need, and forks them."""
+
+    def __init__(self) -> None:
+        env = _environments(1, {})[0]
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--fork-server"],
+            cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, **question: Any) -> Any:
+        """The answer to one question; both are lines of JSON."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin, "a pipe"
+        assert stdout, "a pipe"
+        stdin.write(json.dumps(question) + "\n")
+        stdin.flush()
+        return json.loads(stdout.readline())
+
+    def start(
+        self, request: str, logs: list[Path], environments: list[dict[str, str]]
+    ) -> list["_Forked"]:
+        """One rank for each log and environment."""
+        pids = self.ask(request=request, logs=[str(log) for log in logs], env=environments)
+        return [_Forked(self, pid) for pid in pids]
+
+
+class _Forked:
+    """A rank that the server has forked, with what is used of subprocess.Popen."""
+
+    def __init__(self, server: _ForkServer, pid: int) -> None:
+        self.server, self.pid = server, pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        if self.code is None:
+            self.code = self.server.ask(poll=self.pid)
+        return self.code
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        while self.poll() is None:
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """At once."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@functools.cache
+def _server() -> _ForkServer:
+    server = _ForkServer()
+    atexit.register(server.process.kill)
+    return server
+
+
+def _fork_ranks() -> None:
+    """The server: forks the ranks of each question, and tells how they ended."""
+    sys.path[0] = str(ROOT)
+    from pretrain import cpu_compat
+
+    cpu_compat.enable()
+    torch.set_num_threads(1)
+    import pretrain.engine  # noqa: F401 (megatron-core with it: what most ranks import)
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a rank prints goes to its log, never among the answers
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "poll" in question:
+            pid, status = os.waitpid(question["poll"], os.WNOHANG)
+            answer: Any = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = [
+                _fork(question["request"], log, env)
+                for log, env in zip(question["logs"], question["env"])
+            ]
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _fork(request: str, log: str, env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(out, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(env)
+    code = 1
+    try:
+        _serve(request)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(ranks: list[Any], timeout: float) -> str | None:
     """Until all have ended; what went wrong, or None."""
     end = time.monotonic() + timeout
     while True:
@@ -134,7 +257,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
         time.sleep(0.02)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Any) -> None:
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -173,4 +296,4 @@ def _serve(request: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _fork_ranks()
