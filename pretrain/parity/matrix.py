@@ -46,7 +46,7 @@ class Difference:
     """Of single weights, relative to the largest of their tensor."""
     update: float
     """Of the changes of a tensor: root mean square, relative to that of the changes; the mean over
-    tensors, since the changes of one may be little more than noise."""
+    tensors that change, since the changes of one may be little more than noise."""
     worst: str = ""
     """The tensor whose changes differ most."""
 
@@ -281,13 +281,14 @@ def compare(
         difference = (weights[name] - expected).double()
         moved = (expected - reference.start_weights[name]).double()
         weight = max(weight, _ratio(difference.abs().max(), expected.abs().max()))
-        updates[name] = _ratio(difference.norm(), moved.norm())
+        if bool(moved.any()):  # a 16-bit weight of 1 may not move at all; `weight` judges it
+            updates[name] = _ratio(difference.norm(), moved.norm())
     return Difference(
         loss=max(abs(a - b) / abs(b) for a, b in losses),
         grad_norm=max(abs(a - b) / abs(b) for a, b in norms),
         weight=weight,
-        update=sum(updates.values()) / len(updates),
-        worst=max(updates, key=lambda name: updates[name]),
+        update=sum(updates.values()) / max(len(updates), 1),
+        worst=max(updates, key=lambda name: updates[name], default=""),
     )
 
 
