@@ -2,20 +2,25 @@
 """`python -m pretrain CONFIG [key=value ...]`, the same under torchrun.
 
 CONFIG is a YAML file; each `section.key=value` overrides one of its settings. Exit status: 0 when
-the run has ended or was stopped by a signal and saved, 2 when the user can mend what is wrong, 1
-for everything else.
+the run has ended or was stopped by a signal and saved, 2 when the user can mend what is wrong, 75
+when a rank hung and the run should be started again, 1 for everything else.
 """
 
 import errno
 import logging
 import os
+import re
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.logs import log_to_stderr
+from pretrain.redact import mask_text
 
+_NAMES_A_RANK = re.compile(r"\brank \d+ \(")
 _USAGE = "usage: python -m pretrain CONFIG.yaml [section.key=value ...]"
 # What the machine says when a user's folder or disk cannot take what is written.
 _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -42,15 +47,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _say(problems: Sequence[str]) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        for problem in problems:
-            print(f"error: {problem}", file=sys.stderr)
+    """Prints problems: what rank 0 has said others leave out, unless it names a rank."""
+    from pretrain.start import said_by_first
+
+    rank, texts = os.environ.get("RANK", "0"), []
+    said = said_by_first(rank, problems)
+    for problem in problems:
+        if rank == "0" or _NAMES_A_RANK.search(problem):
+            texts.append(f"error: {problem}\n")
+        elif problem not in said:
+            texts.append(f"error: rank {rank} ({socket.gethostname()}): {problem}\n")
+    sys.stderr.write(mask_text("".join(texts)))
+    sys.stderr.flush()
     return 2
 
 
 def _quiet() -> None:
     """One line a message; other packages' notices that their optional parts are absent: none."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    log_to_stderr()
     for name in ("megatron", "torch", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.warnoptions:

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fused_ops.errors import ConfigError
+from pretrain.engine import Engine
+from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import MetricsLogger
 from pretrain.progress import Progress
+from pretrain.redact import mask_text
 from pretrain.report.page import write_report
+from pretrain.throughput import OwnTime, Regression, stragglers
+from pretrain.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pretrain.trainer import Trainer
@@ -33,6 +39,12 @@ class Callback:
 
     def on_event(self, trainer: "Trainer", kind: str, step: int, details: Row) -> None:
         """Something that is neither: resume, save, skip, precision_switch, stop."""
+
+    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+        """The run went back to the checkpoint of `step`; what came after it will come again."""
+
+    def on_phase(self, trainer: "Trainer", phase: str) -> None:
+        """The run turns to evaluate, save or end; or it is done, or stopped."""
 
     def on_error(self, trainer: "Trainer", error: BaseException) -> None:
         """The run fails with `error`; close follows."""
@@ -64,10 +76,86 @@ class Record(Callback):
         said = "  ".join(f"{name} {value}" for name, value in details.items())
         self.progress.message(f"step {step}: {kind}  {said}".rstrip())
 
+    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+        """Signature: `Callback.on_rollback`."""
+        self.metrics.rewind(step)
+
     def close(self, trainer: "Trainer") -> None:
         """Signature: `Callback.close`."""
         self.progress.close()
         self.metrics.close()
+
+
+class Watch(Callback):
+    """Tells the watchdog and heartbeat.json how far the run is."""
+
+    def __init__(self, watchdog: Watchdog, heartbeat: Heartbeat | None) -> None:
+        self.watchdog, self.heartbeat = watchdog, heartbeat
+        if heartbeat is not None:
+            watchdog.on_beat = heartbeat.beat
+
+    def _tell(self, **changes: Any) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.beat(**changes)
+
+    def before_step(self, trainer: "Trainer", step: int) -> None:
+        """Signature: `Callback.before_step`."""
+        self.watchdog.mark("train", step)
+        self._tell(phase="train", step=step)
+
+    def after_step(self, trainer: "Trainer", row: Row) -> None:
+        """Signature: `Callback.after_step`."""
+        self.watchdog.mark()
+        self._tell(loss=row["loss"], tokens_per_s=round(row["tokens_per_s"], 1))
+
+    def on_phase(self, trainer: "Trainer", phase: str) -> None:
+        """Signature: `Callback.on_phase`."""
+        self.watchdog.mark(phase)
+        self._tell(phase=phase)
+
+    def on_error(self, trainer: "Trainer", error: BaseException) -> None:
+        """Signature: `Callback.on_error`."""
+        if isinstance(error, ConfigError):  # the next start is another one
+            self._tell(phase="stopped")
+            return
+        self._tell(phase="failed", reason=mask_text(f"{type(error).__name__}: {error}"[:300]))
+
+    def close(self, trainer: "Trainer") -> None:
+        """Signature: `Callback.close`."""
+        self.watchdog.close()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+
+
+class Throughput(Callback):
+    """Flags a run that has become slower, and the ranks that the others wait for."""
+
+    def __init__(self, window: int, engine: Engine) -> None:
+        self.window = window
+        self.regression, self.own = Regression(window), OwnTime(engine.world.device)
+        finalize = engine.config.finalize_model_grads_func
+        assert finalize is not None, "an engine has a function that finishes gradients"
+        engine.config.finalize_model_grads_func = self.own.wrap(finalize)
+        self._named: list[int] = []
+        self._steps = 0
+
+    def before_step(self, trainer: "Trainer", step: int) -> None:
+        """Signature: `Callback.before_step`."""
+        self.own.begin()
+
+    def after_step(self, trainer: "Trainer", row: Row) -> None:
+        """Signature: `Callback.after_step`. Collective once a window."""
+        self._steps += 1
+        slower = self.regression.note(row["seconds"])
+        if self._steps % self.window:
+            return
+        named = stragglers(self.own.take()) if trainer.world.size > 1 else []
+        ranks = [one["rank"] for one in named]
+        if ranks != self._named:
+            self._named = ranks
+            trainer.event("stragglers", ranks=named)
+        if slower is not None:
+            trainer.event("slower" if slower["times"] > 1.25 else "fast_again", **slower)
 
 
 class Report(Callback):

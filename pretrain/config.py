@@ -22,6 +22,7 @@ from models.config import ModelConfig, ParallelConfig, model_problems, transform
 from models.config_checks import above_and_below
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
+from pretrain.bad_steps import BadStepConfig
 from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
@@ -29,6 +30,7 @@ from pretrain.data.config import DataConfig
 from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import LogConfig, log_config_problems
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
+from pretrain.redact import mask_secrets
 
 CONFIG_FILE = "config.yaml"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +50,13 @@ class RunConfig:
     """auto: a GPU where there is one."""
     timeout_minutes: float = Field(default=30.0, gt=0)
     """How long a rank waits for the others before the run fails."""
+    hang_seconds: float = Field(default=600.0, ge=0)
+    """Time without any progress after which the watchdog names the rank that hangs and all exit
+    with status 75, to be started again; building, saving and evaluating may take two to three
+    times as long. 0: no watchdog."""
+    max_failures: int = Field(default=3, ge=0)
+    """How often in a row a run may fail at the same step; then a start is refused until something
+    is changed. 0: always."""
 
     @property
     def path(self) -> Path:
@@ -85,6 +94,8 @@ class TrainConfig:
     every checkpoint (`tools.convert export --weights ema`); 0 keeps none."""
     max_skipped: int = Field(default=100, ge=1)
     """Steps skipped one after another at which the run gives up."""
+    bad_steps: BadStepConfig = field(default_factory=BadStepConfig)
+    """What is done about losses and gradients that are not finite, and about loss spikes."""
     threads: int = Field(default=0, ge=0)
     """Threads of the process on a CPU; 0 leaves torch's choice (OMP_NUM_THREADS)."""
 
@@ -148,10 +159,10 @@ def make_config(data: Mapping[str, Any], *, for_training: bool = False) -> Pretr
 
 
 def save_config(config: PretrainConfig, path: Path | str) -> None:
-    """Writes the resolved config as YAML: to a temporary name, then renamed."""
+    """Writes the resolved config as YAML, secrets masked: to a temporary name, then renamed."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(yaml.safe_dump(encode(config), sort_keys=False, width=100))
+    temporary.write_text(yaml.safe_dump(mask_secrets(encode(config)), sort_keys=False, width=100))
     os.replace(temporary, path)
 
 

@@ -21,6 +21,7 @@ import yaml
 from pydantic_core import ErrorDetails
 
 from fused_ops.errors import ConfigError
+from pretrain.redact import MASK, is_secret_name
 
 
 class _Loader(yaml.SafeLoader):
@@ -259,6 +260,7 @@ def _explain(kind: Any, detail: ErrorDetails) -> list[str]:
     """One of pydantic's errors in the house's form: key, rule, value, remedy."""
     steps = [str(s) for s in _path(detail["loc"])]
     name, rule = ".".join(steps), detail["msg"]
+    given = MASK if steps and is_secret_name(steps[-1]) else detail["input"]
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         valid = _field_names(kind, steps[:-1])
         near = difflib.get_close_matches(steps[-1], valid, n=1, cutoff=0.0)
@@ -266,7 +268,7 @@ def _explain(kind: Any, detail: ErrorDetails) -> list[str]:
         also = _elsewhere(kind, steps[-1])
         hint = f"did you mean {prefix}{near[0]}" if near else "remove it"
         hint = f"did you mean {' or '.join(also)}" if also and not _close(steps[-1], near) else hint
-        return [f"{name} is not a setting; got {detail['input']!r:.80}; {hint}"]
+        return [f"{name} is not a setting; got {given!r:.80}; {hint}"]
     if detail["type"] == "missing":
         return [f"{name} must be set; it has no default; add it to the file, or {name}=VALUE"]
     cause = (detail.get("ctx") or {}).get("error")
@@ -275,7 +277,7 @@ def _explain(kind: Any, detail: ErrorDetails) -> list[str]:
     if isinstance(cause, Exception):
         return [str(cause) if str(cause).startswith(name) else f"{name}: {cause}"]
     rule = rule.removeprefix("Input should be ")
-    return [f"{name} must be {rule}; got {detail['input']!r:.80}"]
+    return [f"{name} must be {rule}; got {given!r:.80}"]
 
 
 def _close(word: str, near: list[str]) -> bool:

@@ -39,7 +39,7 @@ def evaluate_sets(
 @contextlib.contextmanager
 def evaluation_mode(engine: Engine) -> Iterator[None]:
     """No dropout, no gradients, no router statistics; the generators end where they began."""
-    with gathered_parameters(engine), _generators_untouched(), torch.no_grad():
+    with gathered_parameters(engine), generators_untouched(), torch.no_grad():
         flag = engine.precision_state.nonfinite.clone()
         for chunk in engine.chunks:
             chunk.eval()
@@ -65,7 +65,8 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators_untouched() -> Iterator[None]:
+def generators_untouched() -> Iterator[None]:
+    """Random generators end where they began."""
     tracker = get_cuda_rng_tracker()
     states = torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states()
     try:

@@ -123,6 +123,17 @@ class JsonlSink:
             self._failing = False
             log.warning("%s is written again; %d rows were lost", self.path, self.lost_rows)
 
+    def rewind(self, step: int) -> None:
+        """Moves the rows after `step` to metrics.dropped.jsonl; a failure costs the order only."""
+        try:
+            cut_history(self.path, step)
+            fresh = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            log.warning("%s could not be cut back to step %d (%s)", self.path, step, error)
+            return
+        os.close(self._file)
+        self._file, self._size = fresh, os.fstat(fresh).st_size
+
     def close(self) -> None:
         """Closes the file; says once more how many rows are missing."""
         if self._file < 0:

@@ -72,11 +72,15 @@ def initialize(
     seed: int = 1234,
     timeout_minutes: float = 30.0,
     deterministic: bool = False,
+    store: dist.Store | None = None,
 ) -> World:
     """Starts (or takes over) torch.distributed and makes the groups of the parallel layout.
 
     Without torchrun's environment this is a run of one process, and needs no network. May be
     called again in one process with another layout.
+
+    `store`: where the processes of this start have met. torchrun's own outlives processes that it
+    starts again, and gloo then finds addresses of dead ones there.
     """
     set_determinism(deterministic)
     place = choose_device(device)
@@ -85,7 +89,16 @@ def initialize(
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
+        if store is not None:
+            store.set_timeout(timeout)
+            dist.init_process_group(
+                backend,
+                timeout=timeout,
+                store=store,
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+            )
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(

@@ -47,6 +47,10 @@ class LogConfig:
     report: bool = True
     """Write report.html when the run ends."""
 
+    throughput_window: int = Field(default=50, ge=0)
+    """Steps over which the step time is compared with the run's best, and ranks with one another:
+    events `slower` and `stragglers`; 0: never."""
+
     tensorboard: bool = False
     """Also write TensorBoard event files to RUN/tensorboard."""
 
@@ -130,6 +134,11 @@ class MetricsLogger:
         """One row for something that happened: resume, skip, precision_switch, save, stop."""
         if self._jsonl is not None:
             self._jsonl.write({"step": step, "event": kind, **details})
+
+    def rewind(self, step: int) -> None:
+        """Makes metrics.jsonl the history up to and including `step`; the other sinks keep all."""
+        if self._jsonl is not None:
+            self._jsonl.rewind(step)
 
     @property
     def lost_rows(self) -> int:

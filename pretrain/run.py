@@ -7,9 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from fused_ops.errors import ConfigError
+from pretrain.bad_steps import TrainingError
 from pretrain.checkpoint.manager import CheckpointError
-from pretrain.config import load_config, precision_plan
-from pretrain.initialize import shut_down
+from pretrain.config import PretrainConfig, load_config, precision_plan
+from pretrain.config_file import encode
+from pretrain.environment import cudnn_shadow
+from pretrain.initialize import choose_device, shut_down
+from pretrain.redact import mask_secrets
+from pretrain.start import meet, own_record
 
 
 def run(path: str, overrides: Sequence[str]) -> int:
@@ -17,19 +22,34 @@ def run(path: str, overrides: Sequence[str]) -> int:
 
     Raises ConfigError for what the user can mend before training.
     """
-    config = load_config(path, overrides, for_training=True)
-    if config.train.dry_run:
+    config, problems = _load(path, overrides)
+    if config is not None and config.train.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print(precision_plan(config).render())
         return 0
+    shadowed = cudnn_shadow()
+    plain = None if config is None else mask_secrets(encode(config))
+    store = meet(own_record(problems, [shadowed] if shadowed else [], plain))
+    assert config is not None, "a config that cannot be read is a problem, and raised by now"
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    from pretrain.trainer import Trainer, TrainingError  # only now: it loads the whole engine
+    from pretrain.trainer import Trainer  # only now: it loads the whole engine
 
     try:
-        Trainer(config).run()
+        Trainer(config, store=store).run()
     except (CheckpointError, TrainingError) as error:
         raise ConfigError(str(error)) from error
     finally:
         shut_down()
     return 0
+
+
+def _load(path: str, overrides: Sequence[str]) -> tuple[PretrainConfig | None, list[str]]:
+    """The run, or what is wrong with it on this host."""
+    try:
+        config = load_config(path, overrides, for_training=True)
+        if not config.train.dry_run:
+            choose_device(config.run.device)
+    except ConfigError as error:
+        return None, list(error.problems)
+    return config, []

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and Ctrl-C ask a run to save and stop; asked again, it exits at once."""
+"""SIGTERM, Ctrl-C and a file ask a run to save and stop; a second signal exits at once."""
 
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -12,13 +14,25 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """While entered, the first signal only sets `received`; the second ends the process.
 
-    The run looks at `received` between steps, on all ranks together, so that they stop at the
-    same step although a signal may reach only one of them.
+    The run looks at `asked` between steps, on all ranks together, so that they stop at the
+    same step although a signal may reach only one of them. Schedulers that can warn long before
+    they kill, where a launcher in between allows less, create `file`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None = None) -> None:
         self.received: signal.Signals | None = None
+        self.file = file
+        self._looked, self._found = 0.0, False
         self._former: dict[signal.Signals, object] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came, or the file is there; it is looked for once a second."""
+        now = time.monotonic()
+        if self.file is not None and now - self._looked > 1.0:
+            self._looked = now
+            self._found = self._found or self.file.exists()
+        return self.received is not None or self._found
 
     def __enter__(self) -> "StopSignals":
         for number in SIGNALS:

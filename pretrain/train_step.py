@@ -2,7 +2,7 @@
 """One step: micro-batches through megatron-core's schedule, gradients finished, weights updated."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,15 +39,23 @@ class StepResult:
     """Whether a quantized GEMM met Inf or NaN."""
     stop: bool
     """Whether any rank asked to stop."""
+    overflow: bool = False
+    """The step was skipped because the fp16 loss scale was too high; it is lower now."""
+    refused: bool = False
+    """The loss alone forbade the update."""
 
 
 def train_step(
-    engine: Engine, micro_batches: Sequence[MicroBatch], stop_requested: bool = False
+    engine: Engine,
+    micro_batches: Sequence[MicroBatch],
+    stop_requested: bool = False,
+    refuse: Callable[[float], bool] = lambda loss: False,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
     The gradient is that of the mean loss over all counted tokens of the global batch, however it
-    is cut into micro-batches and ranks. `stop_requested` is shared with the other ranks.
+    is cut into micro-batches and ranks. `stop_requested` is shared with the other ranks. `refuse`
+    is asked with the loss before the update, and must answer the same on all of them.
     """
     state, optimizer, scheduler = engine.precision_state, engine.optimizer, engine.scheduler
     for chunk in engine.chunks:
@@ -61,33 +69,51 @@ def train_step(
     totals = torch.cat([sums, flags])
     dist.all_reduce(totals)
     loss_sum, tokens, nonfinite, stop = totals.tolist()
+    loss = loss_sum / max(tokens, 1)
+    scheduler.step(1)
+    lr = learning_rate(optimizer)
+    if refuse(loss):
+        scheduler.step(-1)
+        return StepResult(
+            loss=loss,
+            tokens=int(tokens),
+            grad_norm=math.nan,
+            lr=lr,
+            updated=False,
+            nonfinite_operand=bool(nonfinite),
+            stop=bool(stop),
+            refused=True,
+        )
 
     if nonfinite:  # codes of such a tensor are finite: hand what it was on to the overflow check
         for chunk in engine.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 buffer.grad_data.fill_(math.inf)
-    scheduler.step(1)
-    lr = learning_rate(optimizer)
+    scale = loss_scale(optimizer)
     updated, grad_norm = update(optimizer, engine.clip_grad)
     if updated:
         state.weights_changed()
     else:
         scheduler.step(-1)
     return StepResult(
-        loss=loss_sum / max(tokens, 1),
+        loss=loss,
         tokens=int(tokens),
         grad_norm=grad_norm,
         lr=lr,
         updated=updated,
         nonfinite_operand=bool(nonfinite),
         stop=bool(stop),
+        overflow=not updated and scale is not None,
     )
 
 
 def run_schedule(
-    engine: Engine, micro_batches: Sequence[MicroBatch], forward_only: bool
+    engine: Engine,
+    micro_batches: Sequence[MicroBatch],
+    forward_only: bool,
+    forward: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
-    """Drives megatron-core's pipeline schedule, interleaved or not.
+    """Drives megatron-core's pipeline schedule, interleaved or not; `forward` for `forward_step`.
 
     Returns float64 [2]: sum of losses and number of tokens of this rank's micro-batches. Summed
     over all ranks it is that of the global batch: each loss is counted once, on the last stage
@@ -97,7 +123,7 @@ def run_schedule(
     iterators = [iter(micro_batches) for _ in engine.chunks]
     single = len(engine.chunks) == 1
     stored = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, engine.precision_state),
+        forward_step_func=partial(forward or forward_step, engine.precision_state),
         data_iterator=iterators[0] if single else iterators,
         model=engine.chunks[0] if single else engine.chunks,
         num_microbatches=len(micro_batches),
@@ -121,6 +147,7 @@ def prepare(engine: Engine, batch: MicroBatch) -> dict[str, Any]:
             moved, is_hybrid_cp=False, cp_group=engine.world.groups.cp
         )
     moved["index"] = batch["index"]
+    moved["sample_ids"] = batch.get("sample_ids", [])
     cu_seqlens = batch.get("cu_seqlens")
     moved["packed"] = None if cu_seqlens is None else packed_sequence(cu_seqlens)
     return moved
@@ -177,3 +204,14 @@ def loss_function(
 def learning_rate(optimizer: MegatronOptimizer) -> float:
     """The rate of groups that follow the schedule unchanged."""
     return float(next(g["lr"] for g in optimizer.param_groups if g.get("default_config", True)))
+
+
+def loss_scale(optimizer: MegatronOptimizer) -> float | None:
+    """The dynamic scale of an fp16 run that can still fall; None where none can."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        scaler = getattr(part, "grad_scaler", None)
+        lowest = getattr(scaler, "min_scale", None)
+        if scaler is not None and lowest is not None:
+            scale = float(scaler.scale)
+            return scale if scale > float(lowest) else None
+    return None

@@ -6,15 +6,16 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.callbacks import Callback, Profile, Record, Report
+from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
-from pretrain.checkpoint.manager import CheckpointManager, Found, override_config
+from pretrain.checkpoint.manager import CheckpointManager, Found, Resumed, override_config
 from pretrain.checkpoint.state import unwrap
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
@@ -24,19 +25,23 @@ from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoa
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import cudnn_shadow, report_absences, write_environment
+from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
+from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
+from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
 from pretrain.progress import Progress
+from pretrain.recovery import Recovery
+from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
 from pretrain.train_step import StepResult, train_step
+from pretrain.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-
-class TrainingError(RuntimeError):
-    """The run cannot go on for a reason that its user must see to."""
+STOP_FILE = "stop"
+"""RUN/stop asks a run to save and stop, as SIGTERM does."""
 
 
 @dataclass
@@ -53,11 +58,17 @@ class TrainState:
     """Steps without an update."""
     skipped_in_a_row: int = 0
     """Of these, since the last update."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of good steps: what a loss spike is judged by."""
+    rollbacks: int = 0
+    """How often a bad step sent the run back to a checkpoint."""
+    skip: list[list[int]] = field(default_factory=list)
+    """Batches that were left out then, as [first, last] sample."""
 
-    def advance(self, samples: int, tokens: int, updated: bool) -> None:
-        """After a step."""
+    def advance(self, consumed_samples: int, tokens: int, updated: bool) -> None:
+        """After a step, which ended at position `consumed_samples` of the data."""
         self.step += 1
-        self.consumed_samples += samples
+        self.consumed_samples = consumed_samples
         self.consumed_tokens += tokens
         self.skipped += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
@@ -77,56 +88,73 @@ class Trainer:
     Args:
         config: the run.
         callbacks: called in every moment before the built-in ones.
+        store: where the processes of this start have met; None: torch's own way.
 
     Raises (from the constructor):
         ConfigError: what the user can mend: folders, data, settings against a checkpoint's.
     """
 
-    def __init__(self, config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self, config: PretrainConfig, callbacks: Sequence[Callback] = (), store: Any = None
+    ) -> None:
         self.world: World = initialize(
             config.parallel,
             device=config.run.device,
             seed=config.run.seed,
             timeout_minutes=config.run.timeout_minutes,
             deterministic=config.train.deterministic,
+            store=store,
         )
         self.run_dir = config.run.path
+        self.callbacks: list[Callback] = list(callbacks)
         on_first(self._make_run_folder)
         self.checkpoints = CheckpointManager(config.checkpoint, self.run_dir)
-        self.callbacks: list[Callback] = list(callbacks)
+        self._log_file = log_to_file(self.run_dir, self.world.rank)
+        self.watchdog = Watchdog(self.world.rank, self.world.size, config.run.hang_seconds)
         try:
+            heartbeat: Heartbeat | None = on_first(lambda: self._start_heartbeat(config), False)
+            self.callbacks.append(Watch(self.watchdog, heartbeat))
             found = self.checkpoints.find()
             if found is not None:
                 config = override_config(config, config.checkpoint.override)
             self.config, self.state = config, TrainState()
             self._open_data(_data_state(found))
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
+            self.watchdog.work = lambda: self.engine.precision_state.micro_batch
             self._begin_average()
             resumed = self._resume()
+            self.recovery = Recovery(self)
+            self.step_over_samples()
             self._prepare_callbacks(resumed)
-        except BaseException:
+        except BaseException as error:
+            self.each("on_error", error)
             self.checkpoints.abort()
+            self.watchdog.close()
+            stop_logging(self._log_file)
             raise
 
     def run(self) -> TrainState:
         """Trains; saves and evaluates at the end; closes everything in every case."""
         try:
-            with StopSignals() as signals:
+            with StopSignals(self.run_dir / STOP_FILE if self.world.is_main else None) as signals:
                 stopped = self._train(signals)
                 if not stopped:
                     self._evaluate_at_end()
                 self._save()
+                self.each("on_phase", "end")
                 self.checkpoints.wait()
             self._tell_consumed()
+            self.each("on_phase", "stopped" if stopped else "done")
             if stopped:
-                self._event("stop", signal=signals.received.name if signals.received else "rank")
+                self.event("stop", signal=signals.received.name if signals.received else "asked")
         except BaseException as error:
-            self._each("on_error", error)
+            self.each("on_error", error)
             self.checkpoints.abort()
             raise
         finally:
-            self._each("close")
+            self.each("close")
             self.loader.close()
+            stop_logging(self._log_file)
         self.checkpoints.close()
         return self.state
 
@@ -137,17 +165,20 @@ class Trainer:
             started, step = time.perf_counter(), state.step + 1
             self._switch_precision()
             engine.precision_state.set_step(step)
-            self._each("before_step", step)
+            self.each("before_step", step)
             micro_batches = self.loader.step(state.consumed_samples)
-            result = train_step(engine, micro_batches, signals.received is not None)
-            samples = self.loader.sizes.at(state.consumed_samples)
-            tokens = samples * engine.seq_length
-            state.advance(samples, tokens, result.updated)
+            samples = self.loader.step_samples(state.consumed_samples)
+            result = train_step(engine, micro_batches, signals.asked, self.recovery.refuses)
+            tokens = len(samples) * engine.seq_length
+            state.advance(samples[-1] + 1, tokens, result.updated)
             if result.updated and self.checkpoints.average is not None:
                 self.checkpoints.average.update()
-            self._each("after_step", self._row(result, tokens, time.perf_counter() - started))
-            self._check_skipped(result)
+            self.each("after_step", self._row(result, tokens, time.perf_counter() - started))
+            self.recovery.after_step(result, micro_batches, samples)
             self.checkpoints.poll()
+            state = self.state  # a rollback brings another
+            if state.step != step:
+                continue
             if result.stop and state.step < config.steps:
                 return True
             if config.eval_interval and step % config.eval_interval == 0 and step < config.steps:
@@ -174,26 +205,28 @@ class Trainer:
             row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
         return row
 
-    def _check_skipped(self, result: StepResult) -> None:
-        if result.updated:
-            return
-        limit, in_a_row = self.config.train.max_skipped, self.state.skipped_in_a_row
-        reason = (
-            "an operand of a quantized GEMM was not finite"
-            if result.nonfinite_operand
-            else "the gradient was not finite"
+    def load_newest(self) -> int | None:
+        """Back to the newest checkpoint of this run; its step, or None when there is none."""
+        engine = self.engine
+        resumed = self.checkpoints.roll_back(
+            engine.chunks,
+            engine.optimizer,
+            engine.scheduler,
+            resolved_config=mask_secrets(encode(self.config)),
         )
-        self._event("skip", reason=reason)
-        if in_a_row >= limit:
-            raise TrainingError(
-                f"at most train.max_skipped={limit} steps in a row may be skipped; step "
-                f"{self.state.step} was one more ({reason}); lower optimizer.lr, or continue from "
-                "an earlier checkpoint"
-            )
+        if resumed is None:
+            return None
+        self._take_over(resumed)
+        return self.state.step
+
+    def step_over_samples(self) -> None:
+        """Tells the loader which samples to leave out: the user's, and those of rollbacks."""
+        left_out = [(first, last) for first, last in self.state.skip]
+        self.loader.leave_out([*self.config.data.skip_samples, *left_out])
 
     def _switch_precision(self) -> None:
         for change in self.engine.plan.update(self.state.consumed_samples):
-            self._event("precision_switch", change=change)
+            self.event("precision_switch", change=change)
 
     # ---- evaluation and checkpoints
 
@@ -204,8 +237,9 @@ class Trainer:
         sets: dict[str, Iterator[list[MicroBatch]]] = {
             name: loader.batches(count) for name, loader in self.validation.items()
         }
+        self.each("on_phase", "evaluate")
         row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
-        self._each("on_eval", row)
+        self.each("on_eval", row)
 
     def _evaluate_at_end(self) -> None:
         if self.state.step == self.config.train.steps:
@@ -215,6 +249,7 @@ class Trainer:
         state, engine = self.state, self.engine
         if state.step == 0:
             return
+        self.each("on_phase", "save")
         with gathered_parameters(engine):
             self.checkpoints.save(
                 state.step,
@@ -227,7 +262,7 @@ class Trainer:
                     "vocab_size": self.dataset.vocab_size,
                     "data": self.dataset.state_dict(state.consumed_samples),
                 },
-                resolved_config=encode(self.config),
+                resolved_config=mask_secrets(encode(self.config)),
             )
 
     def _resume(self) -> int | None:
@@ -241,21 +276,28 @@ class Trainer:
             engine.chunks,
             engine.optimizer,
             engine.scheduler,
-            resolved_config=encode(self.config),
+            resolved_config=mask_secrets(encode(self.config)),
         )
         self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
         if resumed is None:
             return None
-        engine.precision_state.weights_changed()
-        if resumed.extra:
-            self.state = TrainState(**resumed.extra["train_state"])
-            engine.plan.load_state_dict(resumed.extra["precision"])
+        self._take_over(resumed)
         if self.world.is_main:
             for note in [*resumed.notes, *self.dataset.changes]:
                 log.warning("%s", note)
         return self.state.step or None
 
+    def _take_over(self, resumed: Resumed) -> None:
+        self.engine.precision_state.weights_changed()
+        if resumed.extra:
+            self.state = TrainState(**resumed.extra["train_state"])
+            self.engine.plan.load_state_dict(resumed.extra["precision"])
+
     # ---- set-up
+
+    def _start_heartbeat(self, config: PretrainConfig) -> Heartbeat:
+        values = {"config": encode(config), "code": git_state(Path(__file__).parent.parent)}
+        return Heartbeat(self.run_dir, digest(values), config.run.max_failures)
 
     def _begin_average(self) -> None:
         """A moving average of the weights, where the run asks for one."""
@@ -267,6 +309,7 @@ class Trainer:
     def _make_run_folder(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / STOP_FILE).unlink(missing_ok=True)  # of an earlier start
             probe = self.run_dir / f".write-{os.getpid()}"
             probe.write_text("x")
             probe.unlink()
@@ -341,16 +384,20 @@ class Trainer:
             enabled=main,
         )
         self.callbacks.append(Record(metrics, progress))
+        if config.log.throughput_window:
+            self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:
             self.callbacks.append(Report())
         if resumed_step is not None:
-            self._event("resume")
+            self.event("resume")
 
-    def _each(self, moment: str, *details: Any) -> None:
+    def each(self, moment: str, *details: Any) -> None:
+        """Calls a moment of every callback."""
         for callback in self.callbacks:
             getattr(callback, moment)(self, *details)
 
-    def _event(self, kind: str, **details: Any) -> None:
-        self._each("on_event", kind, self.state.step, details)
+    def event(self, kind: str, **details: Any) -> None:
+        """Something happened at the current step."""
+        self.each("on_event", kind, self.state.step, details)

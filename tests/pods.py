@@ -212,19 +212,12 @@ class Cluster:
     def processes(self, pod: Pod) -> list[int]:
         """Every process of the pod, oldest first."""
         assert pod.process is not None, f"{pod.name} was not started"
-        return sorted(_descendants(pod.process.pid))
+        return sorted(descendants(pod.process.pid))
 
-    def workers(self, pod: Pod) -> list[int]:
-        """The training processes of a pod, by local rank."""
-        found: dict[int, int] = {}
-        for pid in self.processes(pod):
-            env = _environment(pid)
-            words = _words(pid)
-            if "LOCAL_RANK" in env and "pretrain" in words and "-c" not in words:
-                parent = _environment(_parent(pid))
-                if "LOCAL_RANK" not in parent:  # not a child of a training process
-                    found[int(env["LOCAL_RANK"])] = pid
-        return [found[rank] for rank in sorted(found)]
+    def workers(self, pod: Pod) -> dict[int, int]:
+        """The training processes of a pod: rank -> process."""
+        assert pod.process is not None, f"{pod.name} was not started"
+        return rank_processes(pod.process.pid)
 
     def cut(self, pod: Pod, whole: bool = False) -> None:
         """The pod's network cable is pulled; with `whole` it is put back."""
@@ -238,7 +231,8 @@ class Cluster:
         )
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """A process and everything that it has started."""
     yield pid
     try:
         tasks = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
@@ -247,7 +241,7 @@ def _descendants(pid: int) -> Iterator[int]:
     for task in tasks:
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                yield from _descendants(int(child))
+                yield from descendants(int(child))
 
 
 def _environment(pid: int) -> dict[str, str]:
@@ -263,6 +257,16 @@ def _words(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def rank_processes(pid: int) -> dict[int, int]:
+    """Below a launcher, its training processes: rank -> process; not what those have started."""
+    found = {}
+    for one in descendants(pid):
+        env, above = _environment(one), _environment(_parent(one))
+        if "LOCAL_RANK" in env and "LOCAL_RANK" not in above:
+            found[int(env["RANK"])] = one
+    return found
 
 
 def _parent(pid: int) -> int:

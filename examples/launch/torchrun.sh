@@ -25,6 +25,7 @@ if [ "$NODES" = 1 ]; then
 fi
 
 : "${HEAD:?set HEAD to the name of the machine where the others meet, the same on each}"
+python -m tools.launch reach "$HEAD" "${PORT:-29500}"
 exec torchrun \
     --nnodes "$NODES" \
     --nproc_per_node "$PROCESSES" \

@@ -31,11 +31,16 @@ def _attempt(work: Callable[[], Any]) -> tuple[str | None, Any]:
         return "CheckpointError", str(error)
 
 
-def on_first(work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0; every rank gets its result, or raises its error."""
-    box = [_attempt(work) if dist.get_rank() == 0 else None]
+def on_first(work: Callable[[], Any], shared: bool = True) -> Any:
+    """Run `work` on rank 0; every rank gets its result, or raises its error.
+
+    Not `shared`: rank 0 keeps the result, the others get None.
+    """
+    kind, value = _attempt(work) if dist.get_rank() == 0 else (None, None)
+    box = [(kind, value if shared or kind else None) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
-    kind, value = box[0] or ("CheckpointError", "rank 0 said nothing")
+    if dist.get_rank() > 0 or kind is not None:
+        kind, value = box[0] or ("CheckpointError", "rank 0 said nothing")
     if kind is not None:
         raise _KINDS[kind](value)
     return value

@@ -19,7 +19,7 @@ BOUND = ("optimizer.*", "precision.*", "train.*batch_size_schedule*", "train.glo
 # data lies is free because its content has a fingerprint of its own.
 FREE = (
     *("data.train*", "data.valid*", "data.prefetch*", "data.cache*", "data.storage*"),
-    "data.on_change",
+    *("data.on_change", "data.skip_samples"),
 )
 # Free with data.on_change=continue: the data goes on in windows of another length.
 CUTS = ("model.seq_length", "data.chunk_tokens", "data.chunks_per_group")

@@ -4,7 +4,8 @@
 The file is made by hard-linking a finished one into place, which is atomic, also on NFS. On the
 same machine a holder is known to be dead when its process is gone (or is another one with the same
 number). A holder on another machine counts as dead when it has not touched the file for
-`STALE_SECONDS`.
+`STALE_SECONDS`, or when it belongs to an earlier start of the same job: launchers end all processes
+of a job before they start it again.
 """
 
 import atexit
@@ -21,6 +22,7 @@ from pretrain.checkpoint.io import explain
 
 STALE_SECONDS = 900.0
 TOUCH_SECONDS = 30.0
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def _start_time(pid: int) -> str | None:
@@ -37,6 +39,22 @@ def _boot() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+def _job() -> list[str | int] | None:
+    """[name of the job that started this process, how often it was started again before]."""
+    name = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none":
+        return None
+    counts = (os.environ.get(key, "0") for key in _RESTARTS)
+    return [name.split("-")[0], *(int(count) if count.isdigit() else 0 for count in counts)]
+
+
+def _restarted(former: Any, now: list[str | int] | None) -> bool:
+    """Whether the holder's job has been started again: then its processes are gone, wherever."""
+    if not isinstance(former, list) or now is None or len(former) != len(now):
+        return False
+    return former[0] == now[0] and tuple(former[1:]) < tuple(now[1:])
 
 
 class RunLock:
@@ -58,6 +76,7 @@ class RunLock:
             "pid": pid,
             "start": _start_time(pid),
             "boot": _boot(),
+            "job": _job(),
         }
         temporary = self.path.with_name(f"lock.{mine['host']}.{pid}")
         note = None
@@ -96,7 +115,7 @@ class RunLock:
             same_boot = holder.get("boot") == _boot()
             alive = same_boot and holder.get("start") == _start_time(pid) is not None
         else:
-            alive = age < STALE_SECONDS
+            alive = age < STALE_SECONDS and not _restarted(holder.get("job"), _job())
         if alive:
             where = "this machine" if host == socket.gethostname() else host
             raise ConfigError(

@@ -249,6 +249,24 @@ class CheckpointManager:
             self._known.add(found.step)
         return Resumed(state["step"], found.path, state["extra"], state["config"], notes)
 
+    def roll_back(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        resolved_config: dict[str, Any],
+    ) -> Resumed | None:
+        """Loads this run's newest whole checkpoint into the running engine; None: there is none."""
+        self.wait()
+        found: Scan = on_first(lambda: scan(self.checkpoints))
+        whole = [folder for folder in found.whole if self._damage(folder) is None]
+        if not whole:
+            return None
+        self._found, self._searched = Found(whole[0], step_of(whole[0]) or 0), True
+        scheduler.num_steps = 0  # its load_state_dict counts on from there
+        return self.resume(chunks, optimizer, scheduler, resolved_config=resolved_config)
+
     # ---- save
 
     def due(self, step: int) -> bool:

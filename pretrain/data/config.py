@@ -84,6 +84,10 @@ class DataConfig:
     chunks_per_group: int = field(default=64)
     """Chunks that are mixed together: samples are shuffled within such a group."""
 
+    skip_samples: list[tuple[int, int]] = field(default_factory=list)
+    """Samples to step over, as [first, last] of each range: a poisoned stretch of the data. May be
+    set when a run continues; what it has trained on before stays as it was."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     """How folders in object stores are read."""
 
@@ -98,5 +102,11 @@ class DataConfig:
         for name in ("chunk_tokens", "chunks_per_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 1; got {getattr(self, name)}")
+        for first, last in self.skip_samples:
+            if not 0 <= first <= last:
+                raise ValueError(
+                    "data.skip_samples holds [first, last] with 0 <= first <= last; got "
+                    f"{[first, last]}; the numbers are samples of the run, as a bad step names them"
+                )
         if isinstance(self.train, list) and not self.train:
             raise ValueError("data.train must name at least one source; got an empty list")

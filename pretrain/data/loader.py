@@ -6,7 +6,7 @@ micro_batch_size); data-parallel rank r of D takes the micro-batches r, r + D, .
 of a step, and which of them share a micro-batch, do not depend on the number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
@@ -19,6 +19,7 @@ from fused_ops.errors import ConfigError
 from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.dataset import Dataset, ValidationSet
+from pretrain.data.skips import Skips
 
 
 class MicroBatch(TypedDict):
@@ -187,6 +188,7 @@ class TrainLoader:
         self.transfer: Transfer | None = None
         self._pool = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
         self._ahead: tuple[tuple[int, int], Future[Any]] | None = None
+        self.skips = Skips()
 
     def step(self, consumed_samples: int, global_batch_size: int | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples.
@@ -203,10 +205,18 @@ class TrainLoader:
             result = ahead[1].result()
         else:
             result = self._pool.submit(self._make, *wanted).result()
-        consumed = consumed_samples + size
+        consumed = self.skips.after(consumed_samples, size)
         following = (consumed, self.sizes.at(consumed) if global_batch_size is None else size)
         self._ahead = (following, self._pool.submit(self._make, *following))
         return self._finished(result)
+
+    def step_samples(self, consumed_samples: int) -> list[int]:
+        """All samples of the step that follows position `consumed_samples`, on all ranks."""
+        return self.skips.samples(consumed_samples, self.sizes.at(consumed_samples))
+
+    def leave_out(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """From the next step on, steps over the samples in `ranges`, [first, last] each."""
+        self.skips, self._ahead = Skips(ranges), None
 
     def _finished(self, made: Any) -> list[MicroBatch]:
         batches: list[MicroBatch] = made if self.transfer is None else self.transfer.finish(made)
@@ -218,22 +228,23 @@ class TrainLoader:
             self.dataset.fetch([i for _, ids in mine for i in ids], until_here=True)
         batches = [self._assembler.micro_batch(index, ids) for index, ids in mine]
         if self.dataset.is_remote:
-            self._fetch_ahead(consumed_samples + global_batch_size, global_batch_size)
+            after = self.skips.after(consumed_samples, global_batch_size)
+            self._fetch_ahead(after, global_batch_size)
         return batches if self.transfer is None else self.transfer.start(batches)
 
     def samples(self, consumed_samples: int, global_batch_size: int) -> list[tuple[int, list[int]]]:
         """(number in the global batch, samples) of this rank's micro-batches of a step."""
         size = self.micro_batch_size
         numbers = range(self.dp_rank, global_batch_size // size, self.dp_size)
-        firsts = [consumed_samples + number * size for number in numbers]
-        return [(n, list(range(first, first + size))) for n, first in zip(numbers, firsts)]
+        samples = self.skips.samples(consumed_samples, global_batch_size)
+        return [(number, samples[number * size : (number + 1) * size]) for number in numbers]
 
     def _fetch_ahead(self, consumed_samples: int, global_batch_size: int) -> None:
         found: list[int] = []
         while len(found) < self._ahead_samples:
             mine = self.samples(consumed_samples, global_batch_size)
             found += [sample for _, ids in mine for sample in ids]
-            consumed_samples += global_batch_size
+            consumed_samples = self.skips.after(consumed_samples, global_batch_size)
         self.dataset.fetch(found, until_here=False)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ the next step in a thread, on a GPU as far as the device; at the step itself meg
 tensor- and pipeline-parallel ranks. What the reader cannot read becomes the same error everywhere.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,6 +168,14 @@ class SharedTrainLoader:
         size = self.sizes.at(consumed_samples)
         mine = self._loader.samples(consumed_samples, size)
         return self._share(lambda: self._loader.step(consumed_samples), mine)
+
+    def step_samples(self, consumed_samples: int) -> list[int]:
+        """All samples of the step that follows position `consumed_samples`, on all ranks."""
+        return self._loader.step_samples(consumed_samples)
+
+    def leave_out(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """From the next step on, steps over the samples in `ranges`, [first, last] each."""
+        self._loader.leave_out(ranges)
 
     def close(self) -> None:
         """Ends the threads that read ahead."""

@@ -81,7 +81,7 @@ def test_pods_train_what_one_process_trains(folder, tmp_path, render, pods, node
     assert not [finding for finding in check_text(text, name) if finding.rank == 0]
     with Cluster(pods(text), tmp_path) as cluster:
         cluster.start()
-        cluster.wait(300)
+        cluster.wait(900)
         hosts = {pod.name: pod.output() for pod in cluster.pods}
     assert losses(folder / "runs" / name) == pytest.approx(
         losses(folder / "runs" / "one"), rel=1e-5
@@ -97,7 +97,7 @@ def test_pods_on_loopback_addresses(folder, tmp_path):
     text = render_pytorch_job(job(folder, "loopback", 2))
     with Cluster(pytorch_job_pods(text), tmp_path, isolated=False) as cluster:
         cluster.start()
-        cluster.wait(300)
+        cluster.wait(900)
     assert losses(folder / "runs" / "loopback") == pytest.approx(
         losses(folder / "runs" / "one"), rel=1e-5
     )
@@ -177,7 +177,7 @@ def test_the_batch_script_trains_on_two_nodes(folder, tmp_path, kind):
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
     assert done.returncode == 0, done.stderr[-4000:]
     assert losses(folder / "runs" / name) == pytest.approx(

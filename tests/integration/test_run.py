@@ -83,7 +83,17 @@ def _check_folder(run: Path) -> None:
     for name in ("config.yaml", "environment.json", "precision.json", "report.html"):
         assert (run / name).stat().st_size > 100, name
     row = next(row for row in _rows(run) if "loss" in row)
-    keys = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "seconds", "skipped")
+    keys = (
+        "step",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens",
+        "samples",
+        "tokens_per_s",
+        "seconds",
+        "skipped",
+    )
     assert tuple(row) == keys
     assert (row["tokens"], row["skipped"]) == (4 * 32, 0)
     table = json.loads((run / "precision.json").read_text())

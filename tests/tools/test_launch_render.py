@@ -2,6 +2,7 @@
 """What is rendered from a run file, and the checks of runtimes, JobSets and batch scripts."""
 
 import re
+import socket
 import subprocess
 
 import pytest
@@ -322,3 +323,20 @@ def test_quantities(text, number):
 def test_labels():
     assert label("Hybrid_8B.v2") == "hybrid-8b-v2"
     assert label("8b") == "run-8b"
+
+
+def test_reaching_the_place_where_nodes_meet(capsys):
+    me = socket.gethostname()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert main(["reach", "127.0.0.1", port]) == 2
+        assert f"{me}: port {port} is taken" in capsys.readouterr().err
+    assert main(["reach", "127.0.0.1", port]) == 0
+    assert main(["reach", "no-such-host.invalid", "29500"]) == 2
+    said = capsys.readouterr().err
+    assert f"{me}: the name no-such-host.invalid does not resolve" in said
+    assert "/etc/hosts" in said
+    assert main(["reach", "127.0.0.1", "http"]) == 2
+    assert main(["reach", "192.0.2.1", "29500"]) == 0, "another machine's address is not bound here"

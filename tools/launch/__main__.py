@@ -4,8 +4,9 @@
 `render` writes what starts the run of CONFIG on a cluster: a PyTorchJob, a TrainJob or a Slurm
 batch script. Nodes, processes and sizes are checked against the run file and stand in one place.
 `check` looks for mistakes in such a file without a cluster; each line says where, what and how to
-mend it. Exit status: 0 when there is no error, 1 when `check` found one, 2 for a mistake on the
-command line or in CONFIG.
+mend it. `reach`, on each machine before torchrun, says whether they can meet at a place. Exit
+status: 0 when there is no error, 1 when `check` found one, 2 for a mistake on the command line, in
+CONFIG, or on this machine.
 """
 
 import argparse
@@ -17,12 +18,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
 from tools.launch.check import check_file
+from tools.launch.reach import reach_problems
 
 _USAGE = (
     "usage: python -m tools.launch render pytorchjob|trainjob|slurm CONFIG --nodes N ...\n"
-    "       python -m tools.launch check FILE..."
+    "       python -m tools.launch check FILE...\n"
+    "       python -m tools.launch reach HOST PORT"
 )
 _STOCK = "torch-distributed"
 
@@ -30,18 +32,25 @@ _STOCK = "torch-distributed"
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     command, rest = (arguments[0] if arguments else ""), list(arguments[1:])
-    if command not in ("check", "render"):
+    if command not in ("check", "render", "reach"):
         asked = command in ("-h", "--help")
         print(f"{_USAGE}\n\n{__doc__}".rstrip(), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     try:
         if command == "check":
             return _check(_checker().parse_args(rest).files)
+        if command == "reach":
+            place = _reacher().parse_args(rest)
+            return _say(reach_problems(place.host, place.port))
         return _render(_renderer().parse_intermixed_args(rest))
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return _say(error.problems)
+
+
+def _say(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 2 if problems else 0
 
 
 def _checker() -> argparse.ArgumentParser:
@@ -50,6 +59,17 @@ def _checker() -> argparse.ArgumentParser:
         description="Look for mistakes in manifests and batch scripts; exit status 1 on any.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE")
+    return parser
+
+
+def _reacher() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.launch reach",
+        description="Can this machine meet the others at HOST:PORT? What torchrun would find out "
+        "late, and without naming the machine.",
+    )
+    parser.add_argument("host", metavar="HOST")
+    parser.add_argument("port", metavar="PORT")
     return parser
 
 
@@ -99,6 +119,8 @@ def _render(chosen: argparse.Namespace) -> int:
     logging.getLogger("torch").setLevel(logging.ERROR)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # other packages' notices that their optional parts are absent
+    from pretrain import cpu_compat  # only now: it takes seconds to import
+
     cpu_compat.enable()  # before megatron-core is imported by the rooms below
     from tools.launch.batch_script import render_slurm
     from tools.launch.job import Options, read_job

@@ -8,6 +8,7 @@ from tools.launch.job import Job
 BODY = """
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
+python -m tools.launch reach "$head" "$port"
 
 # The time is nearly over, or the job is preempted: ask the run to save and stop.
 soon=no

@@ -199,7 +199,8 @@ def _started(script: Script) -> tuple[Start | None, bool]:
         start = read_command(line[begin:])
         if start.program == "torchrun":
             return start, srun
-        if start.program.startswith("python") and start.rest and fallback[0] is None:
+        helps = start.module and start.rest[:1] and start.rest[0].startswith("tools.")
+        if start.program == "python" and start.rest and not helps and fallback[0] is None:
             fallback = (start, srun)
         nested = re.search(r"\btorchrun\b", " ".join(line[begin:]))
         if srun and nested:

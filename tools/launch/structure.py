@@ -25,7 +25,7 @@ def shown(path: Path) -> str:
     for step in path:
         if isinstance(step, int):
             text += f"[{step}]"
-        elif re.search(r"[^\w-]", step):
+        elif text and re.search(r"[^\w-]", step):
             text += f"[{step!r}]"
         else:
             text += f".{step}" if text else step

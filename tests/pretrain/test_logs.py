@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log files rotate, stay within bounds, survive a full disk, and hold no secret."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from pretrain import logs
+from pretrain.config import make_config, save_config
+from pretrain.logs import log_to_file, stop_logging
+from tests.distributed import ROOT
+from tests.toy import make_toy, toy_config
+
+SECRET = "hunter2hunter2abcdef"
+
+
+def test_log_files_rotate_and_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "_FILE_BYTES", 4000)
+    handler = log_to_file(tmp_path, 3)
+    logger = logging.getLogger("rotation")
+    logger.setLevel(logging.INFO)
+    for number in range(1000):
+        logger.info("line %d", number)
+    stop_logging(handler)
+    files = sorted((tmp_path / "logs").iterdir())
+    assert [f.name for f in files] == [
+        "rank00003.log", "rank00003.log.1", "rank00003.log.2", "rank00003.log.3"
+    ]  # fmt: skip
+    assert all(file.stat().st_size <= 4000 for file in files)
+    assert files[0].read_text().endswith("INFO line 999\n")
+
+
+def test_a_rank_that_says_nothing_makes_no_file(tmp_path):
+    stop_logging(log_to_file(tmp_path, 7))
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_a_full_disk_silences_the_file_only(tmp_path, capfd):
+    handler = log_to_file(tmp_path, 0)
+    logging.getLogger("disk").warning("one")
+
+    class Full:
+        def __getattr__(self, name):
+            raise OSError(28, "No space left on device")
+
+    stream, handler.stream = handler.stream, Full()
+    logging.getLogger("disk").warning("two")
+    handler.stream = stream
+    stop_logging(handler)
+    assert "Traceback" not in capfd.readouterr().err
+    assert (tmp_path / "logs" / "rank00000.log").read_text().endswith("WARNING one\n")
+
+
+def test_logs_and_saved_configs_hold_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    handler = log_to_file(tmp_path, 0)
+    logging.getLogger("secret").warning("key %s in a line", SECRET)
+    stop_logging(handler)
+    assert SECRET not in (tmp_path / "logs" / "rank00000.log").read_text()
+    config = make_config(
+        toy_config(tmp_path, data={"train": f"s3://user:{SECRET}x@store/train", "valid": None})
+    )
+    save_config(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert SECRET not in text
+    assert yaml.safe_load(text)["data"]["train"] == "s3://***@store/train"
+
+
+@pytest.mark.slow
+def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path):
+    """A key in the environment, in a wrong override, and in a setting: found nowhere after."""
+    make_toy(tmp_path)
+    run = tmp_path / "run.yaml"
+    data = toy_config(
+        tmp_path,
+        run={"name": "secret", "dir": str(tmp_path / "runs")},
+        log={"progress": "lines", "report": True, "wandb_entity": SECRET},
+    )
+    run.write_text(yaml.safe_dump(data))
+    env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET}
+    said = ""
+    for words in ([], ["log.wandb_api_key=" + SECRET], ["train.steps=5", "optimizer.lr=-1"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pretrain", str(run), *words],
+            cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        said += done.stdout + done.stderr
+    assert "Traceback" not in said
+    assert SECRET not in said
+    found = [p for p in (tmp_path / "runs").rglob("*") if p.is_file()]
+    assert len(found) > 6
+    assert not [p for p in found if SECRET.encode() in p.read_bytes()]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong while ranks meet: each a message with the host and the remedy, soon."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from fused_ops.errors import ConfigError
+from pretrain import start
+from pretrain.start import Record, disagreements, environment_problems
+from tests.distributed import ROOT, free_port
+from tests.toy import make_toy, toy_config
+
+SAME = {"settings": {"optimizer.lr": "0.1"}, "code": "abc", "packages": {"torch": "2.11.0"}}
+
+
+def record(rank: int, **changes) -> Record:
+    return replace(Record(rank=rank, host=f"node-{rank}", **SAME), **changes)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({}, None),
+        (
+            {"settings": {"optimizer.lr": "0.2"}},
+            [
+                "setting optimizer.lr",
+                "rank 1 (node-1) has 0.2",
+                "rank 0 (node-0) 0.1",
+                "one run file",
+            ],
+        ),
+        ({"code": "abd"}, ["same code", "rank 1 (node-1) has abd", "on node-1"]),
+        (
+            {"packages": {"torch": "2.10.0"}},
+            ["package torch", "node-1) has 2.10.0", "install the same"],
+        ),
+        ({"problems": ["no GPU here; buy one"]}, ["rank 1 (node-1): no GPU here; buy one"]),
+        (
+            {"loopback": True, "settings": {"optimizer.lr": "0.1", "run.device": '"cpu"'}},
+            ["setting run.device"],
+        ),
+    ],
+)
+def test_records_that_differ(second, words):
+    found = disagreements([record(0), record(1, **second), record(2)])
+    if words is None:
+        assert found == []
+    else:
+        for word in words:
+            assert word in found[0], found
+
+
+def test_what_all_have_is_said_without_a_host():
+    bad = [record(rank, problems=["data.train: no such folder"]) for rank in range(3)]
+    assert disagreements(bad) == ["data.train: no such folder"]
+    bad[2].problems.append("no GPU")
+    assert disagreements(bad) == ["data.train: no such folder", "rank 2 (node-2): no GPU"]
+
+
+def test_a_host_that_calls_itself_loopback(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    settings = {"run.device": '"cpu"'}
+    records = [record(rank, settings=settings, loopback=rank == 1) for rank in range(2)]
+    (found,) = disagreements(records)
+    assert "rank 1 (node-1): the name node-1 leads to the host itself" in found
+    assert "/etc/hosts" in found
+    one_host = [replace(r, host="node") for r in records]
+    assert disagreements(one_host) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun started 4 tasks"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT, LOCAL_RANK"),
+    ],
+)
+def test_environments_that_launchers_leave(environ, words):
+    found = environment_problems(environ)
+    assert found == [] if words is None else words in found[0]
+
+
+def _reach(monkeypatch, rank: int, **environ: str) -> str:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(start, "START_SECONDS", 2.0)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as failure:
+        start._reach(rank, 2)
+    assert time.monotonic() - began < 15
+    (text,) = failure.value.problems
+    assert text.startswith(f"rank {rank} ({socket.gethostname()}): ")
+    return text
+
+
+def test_a_name_that_does_not_resolve(monkeypatch):
+    text = _reach(monkeypatch, 1, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+    assert "no-such-host.invalid" in text
+    assert "/etc/hosts" in text
+
+
+def test_a_port_that_is_taken(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        text = _reach(monkeypatch, 0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert f"port {port} of {socket.gethostname()} is taken" in text
+        text = _reach(monkeypatch, 1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert "is no other program" in text
+
+
+def test_a_rank_0_that_is_not_there(monkeypatch):
+    text = _reach(monkeypatch, 1, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert "rank 0 does not answer" in text
+    assert "NetworkPolicy" in text
+
+
+@pytest.mark.slow
+def test_ranks_with_different_configs_all_say_so(tmp_path):
+    """Each with status 2 within 30 s of the last one's start, naming rank, host and setting."""
+    make_toy(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(toy_config(tmp_path)))
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "pretrain", str(config), f"optimizer.lr=0.00{rank + 1}"],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **env},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    began = time.monotonic()
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], said
+    assert time.monotonic() - began < 90
+    assert "the setting optimizer.lr must be the same on all ranks" in said[0]
+    for text in said:
+        assert socket.gethostname() in text
+        assert "Traceback" not in text
