@@ -196,9 +196,6 @@ def _ranks(config) -> int:  # noqa: ANN001 (a PretrainConfig, which megatron-cor
 
 def bench(options: argparse.Namespace) -> int:
     """Prints speeds, or draws what a start costs."""
-    from pretrain import cpu_compat
-
-    cpu_compat.enable()
     import torch
 
     torch.set_num_threads(1)

@@ -83,6 +83,8 @@ def architecture(section: ModelConfig, vocab_size: int | None = None) -> dict[st
     for symbol in "*+-EM":
         if pattern.has(symbol):
             names += _FIELDS[symbol].split()
+    if pattern.mtp_depths:
+        names.append("mtp_use_repeated_layer")
     if pattern.has("+") and config.rope_type == "yarn":
         names += _YARN.split()
     for name in dict.fromkeys(names):

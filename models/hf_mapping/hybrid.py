@@ -141,6 +141,8 @@ def _nemotron_values(given: dict[str, Any]) -> dict[str, Any]:
         shared = values.get("moe_shared_expert_intermediate_size", 0)
         if shared and values.get("n_shared_experts", 1):
             megatron["moe_shared_expert_intermediate_size"] = shared
+    if values.get("mtp_use_repeated_layer", False):  # a key of our exports
+        megatron["mtp_use_repeated_layer"] = True
     section["pattern"] = pattern + f"/{mtp}" * depths
     section["position_embedding"] = "none"
     return values.finish(section)
@@ -179,6 +181,8 @@ def _written_nemotron(section: Any, config: Any) -> dict[str, Any]:
         "time_step_min": 1e-12,
     }
     if mtp:
+        if config.mtp_use_repeated_layer:
+            found["mtp_use_repeated_layer"] = True
         found["mtp_hybrid_override_pattern"] = mtp[0]
         found["mtp_layers_block_type"] = [_NAMES.get(symbol, symbol) for symbol in mtp[0]]
     if "M" in section.pattern:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint opened for conversion: its tensors, model section, vocabulary and carried files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,9 @@ class OpenCheckpoint:
 
     @property
     def section(self) -> ModelConfig:
-        """The `model` section, with the vocabulary filled in."""
-        from dataclasses import replace
-
-        return replace(self.config.model, preset=None, vocab_size=self.vocab_size)
+        """The `model` section of one process, with the vocabulary filled in."""
+        pattern = self.config.model.pattern.replace("|", "")
+        return replace(self.config.model, preset=None, pattern=pattern, vocab_size=self.vocab_size)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -216,6 +216,12 @@ def _prove(pair: Pair, plan: Plan, notes: list[str], show: bool) -> LogitsProof:
             dtype = plan.spec(link.ours[0]).dtype
             if dtype.itemsize < pair.source.spec(piece.name).dtype.itemsize:
                 fewer[piece.name] = dtype
+    if fewer:
+        more = f" and {len(fewer) - 1} more" if len(fewer) > 1 else ""
+        notes.append(
+            f"{next(iter(fewer))}{more} of the model folder have more bits than the checkpoint's "
+            "tensor: both engines start from the rounded values"
+        )
     judge = Judge(pair.folder, pair.source, fewer.get)
     notes += judge.notes
     ours = StreamedModel(pair.section, pair.reader, process_groups())

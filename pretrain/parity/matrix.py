@@ -46,7 +46,7 @@ class Difference:
     """Of single weights, relative to the largest of their tensor."""
     update: float
     """Of the changes of a tensor: root mean square, relative to that of the changes; the mean over
-    tensors, since the changes of one may be little more than noise."""
+    tensors that change, since the changes of one may be little more than noise."""
     worst: str = ""
     """The tensor whose changes differ most."""
 
@@ -137,8 +137,9 @@ def refusal(case: Case, layout: Layout, gpus: int) -> str:
     return "; ".join(layout_start_problems(config, layout.processes))
 
 
-def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Iterator[Row]:
-    """Trains everything and yields a row for each combination, in order.
+def run(plan: Plan) -> Iterator[Row]:
+    """Trains everything and yields a row for each combination: those that are refused, then those
+    of each number of processes, the smallest first, as soon as they have trained.
 
     Raises:
         ConfigError: a name that is no layout, pattern or recipe.
@@ -157,25 +158,24 @@ def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Iterator[
             count: _ranks(count, [p for p in wanted if p[1].processes == count], starts, plan)
             for count in sorted({layout.processes for _, layout in wanted})
         }
-        failures: dict[int, str] = {}
         references: dict[Case, _Reference] = {}
+        for case, layout in combinations:
+            if text := refused[case, layout.name]:
+                yield Row(case=case, layout=layout, refused=text)
         for count, start in groups.items():
-            say(f"{count} processes")
-            ranks = start()
+            ranks, failure = start(), "no rank left a result"
             try:
                 for case in cases:
                     if case not in references:
                         references[case] = _reference(case, wanted, starts[case], folder, plan)
                 ranks.wait(plan.timeout)
             except RanksFailed as error:
-                failures[count] = str(error)
+                failure = str(error)
             finally:
                 ranks.stop()
-        for case, layout in combinations:
-            if text := refused[case, layout.name]:
-                yield Row(case=case, layout=layout, refused=text)
-                continue
-            yield _row(case, layout, references[case], folder, plan, failures)
+            for case, layout in wanted:
+                if layout.processes == count:
+                    yield _row(case, layout, references[case], folder, plan, failure)
 
 
 def _check_names(plan: Plan) -> None:
@@ -281,13 +281,14 @@ def compare(
         difference = (weights[name] - expected).double()
         moved = (expected - reference.start_weights[name]).double()
         weight = max(weight, _ratio(difference.abs().max(), expected.abs().max()))
-        updates[name] = _ratio(difference.norm(), moved.norm())
+        if bool(moved.any()):  # a 16-bit weight of 1 may not move at all; `weight` judges it
+            updates[name] = _ratio(difference.norm(), moved.norm())
     return Difference(
         loss=max(abs(a - b) / abs(b) for a, b in losses),
         grad_norm=max(abs(a - b) / abs(b) for a, b in norms),
         weight=weight,
-        update=sum(updates.values()) / len(updates),
-        worst=max(updates, key=lambda name: updates[name]),
+        update=sum(updates.values()) / max(len(updates), 1),
+        worst=max(updates, key=lambda name: updates[name], default=""),
     )
 
 
@@ -328,13 +329,12 @@ def _row(
     reference: _Reference,
     folder: Path,
     plan: Plan,
-    failures: dict[int, str],
+    failure: str,
 ) -> Row:
     place = folder / f"ranks{layout.processes}" / f"{_key(case)}-{layout.name}"
     report = place.with_name(place.name + ".json")
     if not report.exists():
-        text = failures.get(layout.processes, "no rank left a result")
-        return Row(case=case, layout=layout, failed=text)
+        return Row(case=case, layout=layout, failed=failure)
     trajectory = Trajectory(**json.loads(report.read_text()))
     engine = build(case, ONE_PROCESS, plan.device)
     bound, kind = bound_of(case, layout, reference.bands)

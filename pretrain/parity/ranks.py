@@ -5,6 +5,8 @@ FOLDER/request.json lists what is trained; each rank trains all of it, one after
 leaves FOLDER/NAME (weights) and FOLDER/NAME.json (losses and gradient norms).
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ from pretrain import cpu_compat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REQUEST = "request.json"
+_PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(RuntimeError):
@@ -31,7 +34,7 @@ class Ranks:
     def __init__(self, folder: Path, processes: int, request: dict[str, Any]) -> None:
         self.folder, self.request = folder, request
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / REQUEST).write_text(json.dumps(request))
+        (folder / REQUEST).write_text(json.dumps({**request, "parent": os.getpid()}))
         sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         shared = {**os.environ, "OMP_NUM_THREADS": "1", **sizes}
         command = [sys.executable, "-m", "pretrain.parity.ranks", str(folder)]
@@ -125,10 +128,12 @@ def main(arguments: list[str]) -> int:
     """The program of one rank."""
     import torch
 
+    folder = Path(arguments[0])
+    _die_with(json.loads((folder / REQUEST).read_text())["parent"])
     cpu_compat.enable()
     torch.set_num_threads(1)
     try:
-        serve(Path(arguments[0]))
+        serve(folder)
     except Exception:
         traceback.print_exc()
         # Not through the interpreter's own end: the siblings wait in a collective, and so would
@@ -136,6 +141,14 @@ def main(arguments: list[str]) -> int:
         sys.stdout.flush()
         os._exit(1)
     return 0
+
+
+def _die_with(parent: int) -> None:
+    """Where the system can: a command that is killed leaves no ranks behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":

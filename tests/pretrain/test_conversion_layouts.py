@@ -38,11 +38,21 @@ CASES = {
 LENGTH = 32
 
 
+def staged(section, parallel):
+    """Two stages of different lengths, the shorter one first."""
+    if parallel.pipeline_model_parallel_size == 1:
+        return section
+    return dataclasses.replace(
+        section, preset=None, pattern=f"{section.pattern[0]}|{section.pattern[1:]}"
+    )
+
+
 def _loss(checkpoint, parallel):
     """(chunks, mean loss of fixed tokens; None where a stage is elsewhere)."""
     world = initialize(parallel, seed=1)
-    config = transformer_config(checkpoint.section, parallel, params_dtype=torch.float32)
-    chunks = build_model(checkpoint.section, config, world.groups, checkpoint.vocab_size)
+    section = staged(checkpoint.section, parallel)
+    config = transformer_config(section, parallel, params_dtype=torch.float32)
+    chunks = build_model(section, config, world.groups, checkpoint.vocab_size)
     load_sharded(checkpoint.path, chunks, None)
     if parallel.pipeline_model_parallel_size > 1:
         return chunks, None
@@ -66,7 +76,8 @@ def _relay(folders: dict[str, str]) -> dict[str, float | None]:
             chunks, losses[f"{name} {number}"] = _loss(checkpoint, parallel)
             run = Path(folder) / f"layout{number}"
             manager = CheckpointManager(CheckpointConfig(), run, lock=False)
-            config = dataclasses.replace(checkpoint.config, parallel=parallel)
+            model = staged(checkpoint.section, parallel)
+            config = dataclasses.replace(checkpoint.config, parallel=parallel, model=model)
             manager.save(5, chunks, None, None, extra={}, resolved_config=encode(config))
             manager.close()
     return losses

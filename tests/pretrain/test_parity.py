@@ -112,6 +112,11 @@ def test_figures_of_a_comparison():
     assert found.worst == "a"
     bound = Difference(**dict.fromkeys(FIGURES, 0.4))
     assert found.exceeds(bound) == ["grad_norm", "update"]
+    still = reference()
+    still.weights["b"] = still.start_weights["b"]  # does not move: nothing to divide by
+    again = matrix.compare(still, own, {**weights, "b": torch.tensor([0.0, 1e-3])})
+    assert again.update == pytest.approx(1.0)
+    assert again.weight == math.inf
     lost = replace(found, loss=math.nan)
     assert "loss" in lost.exceeds(Difference(**dict.fromkeys(FIGURES, math.inf)))
 

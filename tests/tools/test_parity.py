@@ -58,6 +58,12 @@ def test_a_layout_that_every_pattern_refuses_is_exit_status_1(answer, capsys):
     assert "refused: no experts to cut" in capsys.readouterr().out
 
 
+def test_the_recipe_with_the_narrow_band_is_always_there():
+    assert parity.with_sharp(["fp32", "bf16"]) == ["fp32", "bf16"]
+    assert parity.with_sharp(["nvfp4"]) == ["nvfp4", "nvfp4_fast:fp32"]
+    assert parity.with_sharp(["nvfp4", "nvfp4:fp32"]) == ["nvfp4", "nvfp4:fp32"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -27,6 +27,8 @@ def test_a_size_holds_from_the_step_that_starts_at_its_sample():
         consumed += taken[-1]
     assert taken == [4, 4, 4, 8, 8, 12]
     assert sizes.sizes == [4, 8, 12]
+    # A step may pass over a phase as a whole.
+    assert BatchSizes.of(5, [(0, 9), (1, 1), (2, 5)]).consumed_after(3) == 9 + 5 + 5
 
 
 @settings(max_examples=60, deadline=None)

@@ -146,7 +146,7 @@ def test_processes_of_a_node_share_what_they_fetch(folder, server, tmp_path):
             )
             for _ in range(2)
         ]
-        found = [json.loads(rank.communicate(timeout=100)[0]) for rank in ranks]
+        found = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
     assert [total for total, _ in found] == [expected] * 2
     blocks = sum(-(-shard.tokens * 2 // 65_536) for shard in local.shards[0].manifest.shards)
     assert sum(counts.get("blocks fetched", 0) for _, counts in found) == blocks + 3
@@ -281,7 +281,7 @@ def test_a_store_that_does_not_answer_fails_in_bounded_time(tmp_path):
     settings = config(options, tmp_path, cache={"attempts": 3})
     with pytest.raises(DataError, match=r"within 3 attempts; s3://bucket/corpus/manifest.json"):
         open_dataset(settings, SEQ, seed=1)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
