@@ -146,11 +146,14 @@ def quantize_both(
     """
     row, column = call.spec(names[0]), call.spec(names[1])
     x = source.tensor
-    quantized = is_quantized(row) and is_quantized(column)
+    # What fp8_delayed scales by is noted, and taken, operand by operand.
+    delayed = "fp8_delayed" in (row.format, column.format)
+    quantized = is_quantized(row) and is_quantized(column) and not delayed
     origin = call.comm.origin(names[0])
     if (
         not quantized
         or isinstance(origin, Runs)
+        or call.comm.origin(names[1]) != origin
         or origin[0] % 16
         or origin[1] % 16
         or call.implementation is not None
@@ -323,9 +326,12 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
 
 def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     """What codes depend on besides the weight; those of dgrad may be made from the forward's."""
-    spec = call.spec(name)
-    dither = call.key.operand(name) if spec.is_random else ()
-    return spec, sign_key(spec, call.key, name.split(".")[0]), dither, call.spec("fprop.w")
+    found: list[Any] = []
+    for each in dict.fromkeys((name, "fprop.w")):
+        spec = call.spec(each)
+        dither = call.key.operand(each) if spec.is_random else ()
+        found += [spec, sign_key(spec, call.key, each.split(".")[0]), dither]
+    return tuple(found)
 
 
 def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
@@ -351,9 +357,12 @@ def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> Quantize
     if own.source == "forward":
         codes = _weight_codes(call, "fprop.w", weight, expert)
         if own.is_pow2 and codes.spec.format == "nvfp4" and not codes.spec.row_scaled:
-            # No decoded value is twice the forward's amax, which all ranks share already.
+            # A bound of the decoded values, from what all ranks share already: E4M3 rounds a scale
+            # up by a sixteenth at most; of pow2 scales `amax` is 2688 times the largest unit, and
+            # decoded values reach 1536 times it.
+            bound = codes.amax * (0.5 if codes.spec.is_pow2 else 1.125)
             chosen = call.implementation
-            return requantize_columns(codes, own, codes.amax * 2.0, implementation=chosen)
+            return requantize_columns(codes, own, bound, implementation=chosen)
         source = codes.dequantize()
     operand = quantize_operand(call, name, source, columns=columns)
     assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"

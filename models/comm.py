@@ -50,6 +50,8 @@ _CONTRACTED = {
     "wgrad.x": "tokens",
 }
 _AXES = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out")}
+# Columns whose dither is one Philox value.
+_DITHER = 16
 # Rows by which the tokens of one expert on different ranks are kept apart in the dither.
 _RAGGED_STRIDE = 1 << 24
 
@@ -121,29 +123,42 @@ class TensorParallelComm:
         `models.precision_table` says where).
         """
         gemm, tensor = name.split(".")
-        row, column = (self._runs(tensor, axis) for axis in _AXES[tensor])
+        spec, contracted = self.recipe.spec(gemm, tensor), _CONTRACTED[name]
+        tile = spec.block[0] if spec.block else 1
+        row, column = (
+            self._runs(tensor, axis, spec.multiple, spec.is_random)
+            if axis == contracted
+            else self._runs(tensor, axis, tile, False)
+            for axis in _AXES[tensor]
+        )
         if len(row) == len(column) == 1:
             return row[0][1], column[0][1]
-        spec = self.recipe.spec(gemm, tensor)
-        tile = spec.block[0] if spec.block else 1
-        contracted = _CONTRACTED[name]
-        along = {axis: spec.multiple if axis == contracted else tile for axis in _AXES[tensor]}
-        first, second = _AXES[tensor]
-        return Runs(rows=_whole(row, along[first]), columns=_whole(column, along[second]))
+        return Runs(rows=row, columns=column)
 
-    def _runs(self, tensor: str, axis: str) -> tuple[Run, ...]:
-        """The pieces of the global axis that this rank's part is put together from."""
+    def _runs(self, tensor: str, axis: str, multiple: int, dithered: bool) -> tuple[Run, ...]:
+        """The pieces of the global axis that this rank's part is put together from.
+
+        One piece in their place if a block of `multiple` would lie across the end of one. Along a
+        dithered axis each begins with a block of dither, as if shards that are no multiples of
+        those were padded.
+        """
         out_features, in_features = self.weight_shape
         size = {"tokens": self.tokens, "out": out_features, "in": in_features}[axis]
         groups = {group for cut, group in self._cuts(tensor) if cut == axis}
         if not groups:
             return ((size, 0),)
         if axis == "tokens":
-            return self._token_runs()
+            runs = _whole(self._token_runs(), multiple)
+            return _aligned(runs) if dithered else runs
         (group,) = groups
         rank, ranks = dist.get_rank(group), group.size()
         parts = self.segments if axis == "out" and self.segments else (size,)
-        starts = [ranks * sum(parts[:i]) + rank * part for i, part in enumerate(parts)]
+        if any(part % multiple for part in parts[:-1]):
+            parts = (size,)
+        wide = parts
+        if dithered:
+            wide = tuple(-(-part // _DITHER) * _DITHER for part in parts)
+        starts = [ranks * sum(wide[:i]) + rank * part for i, part in enumerate(wide)]
         return tuple(zip(parts, starts))
 
     def _token_runs(self) -> tuple[Run, ...]:
@@ -176,6 +191,11 @@ class TensorParallelComm:
             if tensor != "w" and group is not None and group.size() > 1:
                 cuts.append(("tokens", group))
         return cuts
+
+
+def _aligned(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The runs, each beginning with a block of dither."""
+    return tuple((length, -(-start // _DITHER) * _DITHER) for length, start in runs)
 
 
 def _whole(runs: tuple[Run, ...], multiple: int) -> tuple[Run, ...]:

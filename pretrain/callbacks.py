@@ -167,6 +167,8 @@ class Report(Callback):
             return
         try:
             write_report(trainer.run_dir)
+        except OSError as error:  # a full disk, say
+            log.warning("report.html could not be written: %s", error)
         except Exception:
             log.warning("report.html could not be written", exc_info=True)
 

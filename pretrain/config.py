@@ -22,6 +22,7 @@ from models.config import ModelConfig, ParallelConfig, model_problems, transform
 from models.config_checks import above_and_below
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
+from models.precision_rules import RecipeBook
 from pretrain.bad_steps import BadStepConfig
 from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
@@ -208,7 +209,7 @@ def section_problems(config: PretrainConfig) -> list[str]:
     return [
         *found,
         *config.optimizer.problems(train.steps),
-        *(problems or _precision_problems(config)),
+        *(problems + _recipe_problems(config) if problems else _precision_problems(config)),
     ]
 
 
@@ -235,6 +236,20 @@ def precision_plan(config: PretrainConfig, vocab_size: int | None = None) -> Pre
         params_dtype=config.train.torch_dtype,
         total_samples=config.train.total_samples,
     )
+
+
+def _recipe_problems(config: PretrainConfig) -> list[str]:
+    """What is wrong with the precision section whatever the model is."""
+    precision = config.precision
+    book = RecipeBook(precision)
+    found = list(book.problems)
+    named = [("precision.recipe", precision.recipe or "bf16")]
+    for section in ("rules", "schedule"):
+        steps = enumerate(getattr(precision, section))
+        named += [(f"precision.{section}.{i}", step.recipe) for i, step in steps]
+    for source, name in named:
+        book.get(name, source, found)
+    return found
 
 
 def _precision_problems(config: PretrainConfig) -> list[str]:

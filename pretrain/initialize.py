@@ -109,9 +109,32 @@ def initialize(
     return World(place, dist.get_rank(), dist.get_world_size(), groups)
 
 
+_made: list[dist.ProcessGroup] = []
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """All groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def free_groups() -> None:
+    """Leaves megatron-core's groups, and ends them: each gloo group has threads of its own.
+
+    megatron-core only forgets them, and a process that makes them again and again would drown.
+    """
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        alive = set(_groups())
+        for group in _made:
+            if group in alive:
+                dist.destroy_process_group(group)
+    _made.clear()
+
+
 def make_groups(parallel: ParallelConfig, timeout_minutes: float) -> ProcessGroupCollection:
     """megatron-core's process groups for a layout; earlier ones of this process are destroyed."""
-    parallel_state.destroy_model_parallel()
+    free_groups()
+    kept = set(_groups())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -122,6 +145,7 @@ def make_groups(parallel: ParallelConfig, timeout_minutes: float) -> ProcessGrou
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
         create_gloo_process_groups=False,
     )
+    _made.extend(group for group in _groups() if group not in kept)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -145,6 +169,6 @@ def set_determinism(deterministic: bool) -> None:
 
 def shut_down() -> None:
     """Leaves the groups and torch.distributed. Idempotent."""
-    parallel_state.destroy_model_parallel()
+    free_groups()
     if dist.is_initialized():
         dist.destroy_process_group()

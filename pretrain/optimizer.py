@@ -80,7 +80,10 @@ class OptimizerConfig:
             if not holds:
                 found.append("optimizer." + text)
 
-        rule(self.lr > 0, f"lr must be positive; got {self.lr}; 3e-4 is a usual start")
+        rule(
+            0 < self.lr < math.inf,
+            f"lr must be positive and finite; got {self.lr}; 3e-4 is a usual start",
+        )
         rule(
             0 <= self.min_lr <= self.lr,
             f"min_lr must lie between 0 and lr={self.lr}; got {self.min_lr}; lower it",

@@ -52,9 +52,11 @@ def operand_amax(
     """Amax that quantize() would take by itself, so that a caller can reduce it over ranks first.
 
     Taken after the rotation and its rounding to bf16 where the spec has one. For rotated pow2
-    operands, whose values do not depend on it, it is a bound that needs no rotation: the amax of x
-    times `hadamard.amax_bound`. Zero padding never changes it; rows that are padding by meaning,
-    such as those of experts, are the caller's to cut.
+    operands it is a bound that needs no rotation, the amax of x times `hadamard.amax_bound`: it
+    moves at most two of the 15 binades of the range of a rotation of 16 above every block, and no
+    value depends on it while none lies below that range (`out_of_range` counts). Zero padding
+    never changes an amax; rows that are padding by meaning, such as those of experts, are the
+    caller's to cut.
 
     Args:
         x: [rows, cols] fp32, bf16 or fp16.
@@ -90,7 +92,7 @@ def quantize(
     Args:
         x: [rows, cols] fp32, bf16 or fp16. Not finite values are not looked for: see
             `nonfinite_flag`. They decode to NaN or Inf, never to a plausible number, except in
-            FP8 of a whole tensor, whose cast saturates Inf.
+            FP8, whose casts saturate Inf.
         columns: False: blocks and contraction run along cols. True: quantizes x.T, result
             [cols, rows], blocks and rotation along x's rows.
         amax: fp32 scalar ([result rows] if row_scaled) shared with other shards; None: x's own.

@@ -189,6 +189,14 @@ def size_problems(sizes: Mapping[str, int], folder: str, info: ShardInfo) -> lis
                 f"each shard of a manifest must exist; {folder}{name} is missing "
                 f"(the manifest says {info.tokens} tokens): restore it, or index the folder again"
             ]
+    least = INDEX_HEADER.size + 8 * (info.documents + 1)
+    index = sizes[f"{info.name}.idx"]
+    if index < least:
+        return [
+            f"the index of {info.documents} documents must hold at least {least} bytes, its header "
+            f"among them; {folder}{info.name}.idx ends at byte {index} (it was cut): restore it, "
+            "or write the shard again"
+        ]
     size = sizes[f"{info.name}.bin"]
     if size == expected:
         return []

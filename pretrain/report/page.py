@@ -75,8 +75,12 @@ def write_report(run_dir: Path | str) -> Path:
     path = Path(run_dir) / REPORT_FILE
     page = render_page(load_run(path.parent))
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return path
 
 

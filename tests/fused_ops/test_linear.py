@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_ops import operands
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.keys import StreamKey, signs
 from fused_ops.linear import LinearCall, linear
@@ -447,3 +448,15 @@ def test_an_evaluation_quantizes_for_the_forward_alone():
         evaluated = linear(x, weight, call=call)
     assert seen == ["fprop.x", "fprop.w"]
     assert torch.equal(trained.detach(), evaluated)
+
+
+def test_delayed_operands_are_made_one_by_one(monkeypatch):
+    """Also where a kernel would make two at once: each notes its amax and takes an earlier one."""
+    monkeypatch.setattr(operands, "pair_reason", lambda *_: None)
+    monkeypatch.setattr(operands, "quantize_pair", None)  # not to be called
+    call = LinearCall(recipe=RECIPES["fp8_delayed"], key=KEY, delayed={})
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    linear(x, torch.nn.Parameter(torch.randn(48, 64).bfloat16()), call=call).sum().backward()
+    assert set(call.delayed) == {
+        f"{name}.0" for name in ("fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x")
+    }

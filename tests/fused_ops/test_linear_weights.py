@@ -13,7 +13,7 @@ from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, linear
 from fused_ops.operands import weight_operand
 from fused_ops.quantize import quantize
-from fused_ops.recipe import RECIPES
+from fused_ops.recipe import RECIPES, recipe_from_dict
 from fused_ops.weight_codes import WeightCodes
 
 KEY = StreamKey(seed=5, step=17, micro_batch=2, layer=99)
@@ -253,3 +253,26 @@ def test_a_cast_alone_is_seen():
         second, quantize(weight.view(torch.float16), call.spec("fprop.w")).dequantize()
     )
     assert not torch.equal(first, second)
+
+
+def test_dgrad_codes_follow_a_forward_weight_that_is_rounded_anew():
+    """A weight that stays while the step moves on (a skipped update) gets other dither."""
+    recipe = recipe_from_dict(
+        {
+            "name": "random_weight",
+            "base": "nvfp4_requant",
+            "fprop_w": {"format": "nvfp4", "rounding": "stochastic"},
+        }
+    )
+    weight, x = torch.nn.Parameter(torch.randn(48, 64).bfloat16()), torch.randn(32, 64).bfloat16()
+    dy, codes = torch.randn(32, 48).bfloat16(), WeightCodes()
+
+    def gradient(step, kept):
+        leaf = x.clone().requires_grad_()
+        call = LinearCall(recipe=recipe, key=StreamKey(seed=1, step=step), weight_codes=kept)
+        linear(leaf, weight, call=call).backward(dy)
+        return leaf.grad
+
+    gradient(1, codes)
+    assert torch.equal(gradient(2, codes), gradient(2, None))
+    assert not torch.equal(gradient(1, None), gradient(2, None))

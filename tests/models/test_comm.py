@@ -79,10 +79,23 @@ def test_runs_that_cut_a_block_count_as_one():
     """wgrad's blocks lie along the tokens: 16 of them are no two pieces of 8."""
     spec = OperandSpec(format="nvfp4", rounding="stochastic")
     comm = make("context", GemmRecipe(name="sr", dgrad_dy=spec, wgrad_dy=spec))
-    assert comm.origin("wgrad.dy") == Runs(rows=((16, 8),), columns=((48, 0),))
+    assert comm.origin("wgrad.dy") == (16, 0)
     assert comm.origin("dgrad.dy") == Runs(rows=ZIGZAG, columns=((48, 0),))
     wide = replace(comm, tokens=64)
     assert wide.origin("wgrad.dy").rows == ((32, 32), (32, 64))
+
+
+def test_dither_begins_with_a_block_on_every_rank():
+    """Shards that are no multiples of 16 lie apart as if they were padded to them."""
+    spec = OperandSpec(format="nvfp4", rounding="stochastic")
+    recipe = GemmRecipe(name="sr", dgrad_dy=spec)
+    comm = replace(make("column", recipe), weight_shape=(40, 32))
+    assert comm.origin("dgrad.dy") == (0, 48)
+    assert comm.origin("wgrad.dy") == (0, 40)  # there the output is not contracted
+    parts = replace(comm, segments=(16, 24))
+    assert parts.origin("dgrad.dy").columns == ((16, 16), (24, 64))
+    merged = replace(comm, segments=(24, 16))  # a block would lie across both
+    assert merged.origin("dgrad.dy") == (0, 48)
 
 
 def test_duplicated_layers_hold_a_part_of_a_zigzag_cut():

@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from models.config import ModelConfig, ParallelConfig, transformer_config
 from models.hybrid_model import build_model
+from pretrain.initialize import make_groups
 
 SEQ, VOCAB, MICRO_BATCHES = 32, 200, 4
 BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 96}
@@ -84,15 +85,7 @@ def init_groups(parallel=None):
 
 
 def _initialize(parallel):
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-    )
+    make_groups(parallel, timeout_minutes=10)
     _layouts[:] = [parallel]
 
 

@@ -138,3 +138,22 @@ def test_more_processes_need_a_batch_that_divides(tmp_path, monkeypatch):
 def test_a_dry_run_asks_nothing_of_the_machine(tmp_path):
     config = make_config(toy_config(tmp_path, train={"dry_run": True}), for_training=True)
     assert "linear_qkv" in precision_plan(config).render()
+
+
+def test_a_recipe_that_is_unknown_is_said_beside_a_model_that_cannot_be(tmp_path):
+    """A model without a shape has no precision table, but names can be checked."""
+    with pytest.raises(ConfigError) as caught:
+        make_config(
+            {
+                "model": {"pattern": "*-", "megatron": {"hidden_sizes": 3}},
+                "data": {"train": "none"},
+                "optimizer": {"lr": float("inf")},
+                "precision": {
+                    "recipe": "nvfp5",
+                    "rules": [{"modules": "*.zzz", "recipe": "bf17"}],
+                },
+            }
+        )
+    text = "\n".join(caught.value.problems)
+    for part in ("hidden_sizes", "'nvfp5'", "'bf17'", "lr must be positive and finite"):
+        assert part in text
