@@ -2,6 +2,7 @@
 """Brings a process up: device, torch.distributed, megatron-core's process groups, seeds."""
 
 import datetime
+import gc
 import os
 import random
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ def free_groups() -> None:
         for group in _made:
             if group in alive:
                 dist.destroy_process_group(group)
-    _made.clear()
+    if _made:
+        _made.clear()
+        gc.collect()  # models that nobody uses hold groups, in cycles
 
 
 def make_groups(parallel: ParallelConfig, timeout_minutes: float) -> ProcessGroupCollection:

@@ -83,6 +83,7 @@ def _relay(folders: dict[str, str]) -> dict[str, float | None]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names", [["nemotron_3"], pytest.param(list(CASES)[1:], marks=pytest.mark.slow)]
