@@ -193,11 +193,9 @@ def _server() -> _ForkServer:
 def _fork_ranks() -> None:
     """The server: forks the ranks of each question, and tells how they ended."""
     sys.path[0] = str(ROOT)
-    from pretrain import cpu_compat
-
-    cpu_compat.enable()
-    torch.set_num_threads(1)
-    import pretrain.engine  # noqa: F401 (megatron-core with it: what most ranks import)
+    _prepare()
+    with contextlib.suppress(ModuleNotFoundError):
+        import pretrain.engine  # noqa: F401 (megatron-core with it: what most ranks import)
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a rank prints goes to its log, never among the answers
@@ -275,13 +273,18 @@ def _prefixed(texts: list[str]) -> str:
     return "\n".join(lines)
 
 
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(ModuleNotFoundError):  # a copy of fused_ops and its tests alone
+        from pretrain import cpu_compat
+
+        cpu_compat.enable()
+
+
 def _serve(request: str) -> None:
     """What each rank of a function runs."""
     sys.path[0] = str(ROOT)  # not the folder of this file
-    from pretrain import cpu_compat
-
-    cpu_compat.enable()
-    torch.set_num_threads(1)
+    _prepare()
     file, name, args = torch.load(request, weights_only=False)
     spec = importlib.util.spec_from_file_location("distributed_target", file)
     assert spec, f"cannot import {file}"
