@@ -125,6 +125,11 @@ class OperandSpec:
         return self.format in ("nvfp4", "fp8_tensorwise") and not self.is_pow2
 
     @property
+    def takes_own_amax(self) -> bool:
+        """True if its amax must be taken of the operand: that of the matrix does not give it."""
+        return self.row_scaled or (bool(self.hadamard) and not self.is_pow2)
+
+    @property
     def is_random(self) -> bool:
         """True if quantize needs a key."""
         return self.rounding != "nearest"

@@ -22,7 +22,7 @@ from fused_ops.quantize import (
     quantize_pair,
     requantize_columns,
 )
-from fused_ops.quantize.hadamard import amax_bound
+from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.recipe import is_quantized
 from fused_ops.scaled_matmul.hopper import decoded_form
 from fused_ops.triton_support import device_reason
@@ -69,10 +69,9 @@ class Source:
         """operand_amax of an operand; a new tensor, or one that must not be changed."""
         if columns and spec in self._rotated:
             return self._rotated[spec]
-        if spec.row_scaled or (spec.hadamard and not spec.is_pow2):
+        if spec.takes_own_amax:
             return operand_amax(self.tensor, spec, columns=columns, signs=signs)
-        bound = amax_bound(spec.hadamard) if spec.hadamard else 1.0
-        return self.plain_amax if bound == 1.0 else self.plain_amax * bound
+        return amax_from_plain(spec, self.plain_amax)
 
 
 def as_source(call: LinearCall, x: Tensor | Source) -> Source:

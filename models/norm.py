@@ -81,7 +81,27 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-class AllHeadsNorm(torch.nn.Module):
+class _CutWeight(torch.nn.Module):
+    """A norm whose weight is cut over the tensor-parallel ranks."""
+
+    tp_group: Any
+    """Its process group; None where megatron-core has not given one yet."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight, cut over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class AllHeadsNorm(_CutWeight):
     """RMSNorm of queries or keys over all heads of a token together, as OLMo's models have it.
 
     Heads are cut over the tensor-parallel ranks; the mean is taken over all of them.
@@ -106,21 +126,8 @@ class AllHeadsNorm(torch.nn.Module):
         scale = torch.rsqrt(total / self.features + self.eps)
         return (x.float() * scale * self.weight.float().view(x.shape[-2:])).to(x.dtype)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The weight, cut over the tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
 
-
-class GroupNorm(torch.nn.Module):
+class GroupNorm(_CutWeight):
     """RMSNorm of each group of features; the output norm of a Mamba-2 mixer.
 
     Its features are cut over the tensor-parallel ranks by whole groups. The signature is the one
@@ -140,21 +147,8 @@ class GroupNorm(torch.nn.Module):
         assert not norm_before_gate, "the gate is applied before this norm"
         self.eps, self.group_size = eps, group_size
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.tp_group: torch.distributed.ProcessGroup | None = None
+        self.tp_group = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and type."""
         return rmsnorm(x, self.weight, eps=self.eps, group_size=self.group_size)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The weight, cut over the tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )

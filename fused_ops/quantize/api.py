@@ -11,7 +11,7 @@ from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.errors import ConfigError
 from fused_ops.formats import DECODED_FORMS, DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize import cuda_backend, reference, triton_amax, triton_backend, triton_fp8
-from fused_ops.quantize.hadamard import amax_bound
+from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.philox import Key
 
 PLAIN = OperandSpec()
@@ -187,12 +187,12 @@ def amax_pair(
     x: Tensor, column: OperandSpec, signs: Tensor | None = None, flag: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """plain_amax(x, flag), and operand_amax(x, column, columns=True); one read if a kernel can."""
-    if column.hadamard and not column.is_pow2 and triton_amax.amax_supports(x, column) is None:
+    if not column.takes_own_amax:
+        plain = plain_amax(x, flag)
+        return plain, amax_from_plain(column, plain)
+    if triton_amax.amax_supports(x, column) is None:
         return triton_amax.amax_pair(x, column, signs, flag)
-    plain = plain_amax(x, flag)
-    if column.is_pow2 and column.hadamard:
-        return plain, plain * amax_bound(column.hadamard)
-    return plain, AMAX(x, column, columns=True, signs=signs) if column.hadamard else plain
+    return plain_amax(x, flag), AMAX(x, column, columns=True, signs=signs)
 
 
 def requantize_columns(

@@ -7,8 +7,13 @@ the unfused path of TransformerEngine does. Since R R^T = 1, two operands that s
 multiply to the same product.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_ops.formats import OperandSpec
 
 FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's sign vector; repeated for rotations longer than 16."""
@@ -52,6 +57,14 @@ def amax_bound(size: int) -> float:
     Each rotated value is a sum of `size` values of magnitude at most A / sqrt(size).
     """
     return 2.0 ** ((size.bit_length()) // 2)
+
+
+def amax_from_plain(spec: "OperandSpec", plain: Tensor) -> Tensor:
+    """The amax of an operand that does not take its own, from that of the matrix: it, or a bound.
+
+    A rotated pow2 operand is moved into range by a bound; see `operand_amax`.
+    """
+    return plain * amax_bound(spec.hadamard) if spec.hadamard else plain
 
 
 def rotate(x: Tensor, size: int, signs: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from fused_ops.codecs import pack_nibbles
 from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize.blocks import orient
-from fused_ops.quantize.hadamard import amax_bound
+from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.reference_fp8 import quantize_blockwise, quantize_tensorwise
 from fused_ops.quantize.reference_mx import quantize_mx
@@ -28,11 +28,9 @@ def operand_amax(
     x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
 ) -> Tensor:
     """See fused_ops.quantize.api.operand_amax."""
-    if spec.is_pow2 and spec.hadamard:
-        return matrix_amax(x) * amax_bound(spec.hadamard)
-    if spec.hadamard or spec.row_scaled:
+    if spec.takes_own_amax:
         return matrix_amax(orient(x, spec, columns, signs), spec.row_scaled)
-    return matrix_amax(x)
+    return amax_from_plain(spec, matrix_amax(x))
 
 
 def quantize(

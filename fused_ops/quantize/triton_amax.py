@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import triton_launch
-from fused_ops.quantize.hadamard import amax_bound
+from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.triton_launch import (
     AMAX_TILE,
     COLUMN_TILE,
@@ -119,8 +119,6 @@ def operand_amax(
     x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
 ) -> Tensor:
     """See fused_ops.quantize.api.operand_amax."""
-    if not spec.hadamard:
-        return matrix_amax(x)
-    if spec.is_pow2:
-        return matrix_amax(x) * amax_bound(spec.hadamard)
-    return block_amax(x, spec, columns, signs, finite=False)
+    if spec.takes_own_amax:
+        return block_amax(x, spec, columns, signs, finite=False)
+    return amax_from_plain(spec, matrix_amax(x))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.errors import ConfigError
-from models.conversion.judge import Judge, chunk_of
+from models.conversion.judge import Judge
 from models.conversion.layouts import (
     hf_quant_config,
     high_modules,
@@ -22,7 +22,6 @@ from models.conversion.layouts import (
 )
 from models.conversion.packed import DecodedFolder
 from models.conversion.plan import Plan
-from models.conversion.proof import prove_logits
 from models.conversion.quantized import Choice, choose, dequantized_ours, quantize_link
 from models.conversion.reader import read_independently, reader_problem
 from models.conversion.safetensors import SafetensorsFolder, SafetensorsWriter, TensorSpec
@@ -42,7 +41,7 @@ from pretrain.conversion.exporting import (
 )
 from pretrain.conversion.opened import OpenCheckpoint, process_groups
 from pretrain.conversion.progress import Bar
-from pretrain.conversion.verifying import Verdict
+from pretrain.conversion.verifying import Verdict, compare_logits
 
 
 @dataclass
@@ -290,20 +289,17 @@ class Packing:
         verdict: Verdict,
         show: bool,
     ) -> None:
-        section = self.checkpoint.section
         judge = Judge(folder, DecodedFolder(source, torch.float32))  # type: ignore[arg-type]
         quantized = QuantizedSource(self.checkpoint, self.choice)
-        ours = StreamedModel(section, quantized, process_groups())
-        tokens = 67 if "M" not in section.pattern else max(67, chunk_of(hf_config) + 37)
-        with Bar("logits, layers", len(judge.layers) + 1, show=show) as bar:
-            verdict.logits = prove_logits(
-                ours,
-                judge,
-                self.checkpoint.vocab_size,
-                symbols_a_layer=self.family.symbols_a_layer,
-                tokens=tokens,
-                step=bar.step,
-            )
+        ours = StreamedModel(self.checkpoint.section, quantized, process_groups())
+        verdict.logits = compare_logits(
+            ours,
+            judge,
+            self.family,
+            hf_config,
+            vocab_size=self.checkpoint.vocab_size,
+            show=show,
+        )
         if verdict.logits.problem:
             verdict.problems.append(verdict.logits.problem)
 

@@ -225,15 +225,30 @@ def _prove(pair: Pair, plan: Plan, notes: list[str], show: bool) -> LogitsProof:
     judge = Judge(pair.folder, pair.source, fewer.get)
     notes += judge.notes
     ours = StreamedModel(pair.section, pair.reader, process_groups())
+    return compare_logits(
+        ours, judge, pair.family, pair.hf_config, vocab_size=plan.sizes.vocab_size, show=show
+    )
+
+
+def compare_logits(
+    ours: StreamedModel,
+    judge: Judge,
+    family: Family,
+    hf_config: dict[str, Any],
+    *,
+    vocab_size: int,
+    show: bool,
+) -> LogitsProof:
+    """The logits of both engines on random tokens, more than a chunk of a Mamba model's scan."""
     tokens = 67
-    if "M" in pair.section.pattern:
-        tokens = max(tokens, chunk_of(pair.hf_config) + 37)
+    if "M" in ours.section.pattern:
+        tokens = max(tokens, chunk_of(hf_config) + 37)
     with Bar("logits, layers", len(judge.layers) + 1, show=show) as bar:
         return prove_logits(
             ours,
             judge,
-            plan.sizes.vocab_size,
-            symbols_a_layer=pair.family.symbols_a_layer,
+            vocab_size,
+            symbols_a_layer=family.symbols_a_layer,
             tokens=tokens,
             step=bar.step,
         )
