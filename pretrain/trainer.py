@@ -35,7 +35,7 @@ from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
-from pretrain.train_step import StepResult, train_step
+from pretrain.train_step import StepResult, record_steps, train_step
 from pretrain.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,8 @@ class Trainer:
             self._open_data(_data_state(found))
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
             self.watchdog.work = lambda: self.engine.precision_state.micro_batch
+            if config.train.cuda_graph_impl != "none":
+                record_steps(self.engine)
             self._begin_average()
             resumed = self._resume()
             self.recovery = Recovery(self)
