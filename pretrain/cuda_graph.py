@@ -63,7 +63,7 @@ class StepGraph:
         self._table.refresh(state.seed, state.step)
         if self._recorded is None and self._warmed < WARM_UP:
             self._warmed += 1
-            return self._with_table(lambda: beside(lambda: self.work(batches)))
+            return self._with_table(lambda: self.work(batches))
         if self._recorded is None:
             self._record(batches)
         assert self._recorded is not None
@@ -136,36 +136,26 @@ def record(work: Callable[[], Tensor]) -> tuple[Recorded, Tensor]:
     """Records the launches of `work`, which are not run yet, and gives its result's place.
 
     Raises:
-        RuntimeError: something in it waits for the device.
+        RuntimeError: something in it waits for the device, or the stream is the default one.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     # Other threads (the loader, NCCL's watchdog) may allocate meanwhile.
-    with torch.cuda.graph(graph, stream=_stream(), capture_error_mode="thread_local"):
+    stream = torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = work()
     return Recorded(graph), result
 
 
-def beside(work: Callable[[], Tensor]) -> Tensor:
-    """Runs `work` on the stream that is recorded later, so that what streams own is made there."""
-    if not torch.cuda.is_available():
-        return work()
-    current, stream = torch.cuda.current_stream(), _stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        result = work()
-    current.wait_stream(stream)
-    return result
+def leave_default_stream() -> None:
+    """Goes on with a stream of its own, which can be recorded: before the engine is built.
 
-
-_streams: list[Any] = []
-
-
-def _stream() -> Any:
-    if not _streams:
-        _streams.append(torch.cuda.Stream())
-    return _streams[0]
+    Autograd adds up a parameter's gradient on the stream on which its node was made, and
+    megatron-core's DistributedDataParallel makes and keeps those nodes.
+    """
+    if torch.cuda.is_available() and torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def _tensors(batch: dict[str, Any]) -> dict[str, Tensor]:

@@ -150,9 +150,11 @@ def ours(
     config: Any, world: Any
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
     """A micro-batch, an optimizer step, and a micro-batch as a CUDA graph, of our engine."""
+    from pretrain.cuda_graph import leave_default_stream
     from pretrain.engine import build_engine
     from pretrain.train_step import forward_step, record_steps, run_schedule, train_step
 
+    leave_default_stream()
     engine = build_engine(config, world, VOCAB)
     batch: dict[str, Any] = random_batch() | {"index": 0}
     engine.chunks[0].zero_grad_buffer()

@@ -73,6 +73,7 @@ def _run(folder, graph, steps, pattern="*-", **sections):
     config = make_config(toy_config(folder, pattern, **sections))
     world = initialize(config.parallel, seed=config.run.seed)
     data = open_dataset(config.data, config.model.seq_length, seed=7)
+    cuda_graph.leave_default_stream()
     engine = build_engine(config, world, data.vocab_size)
     if graph:
         record_steps(engine)
