@@ -11,7 +11,15 @@ from models.generation.sampling import Sampling
 from pretrain.generation.scoring import Scorer
 
 INSTALL = "python -m pip install lm_eval==0.4.13"
-_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks", "max_new_tokens"}
+_SETTINGS = {
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "until",
+    "max_gen_toks",
+    "max_new_tokens",
+}
 
 
 def require_harness() -> None:
