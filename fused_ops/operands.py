@@ -328,7 +328,7 @@ def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     found: list[Any] = []
     for each in dict.fromkeys((name, "fprop.w")):
         spec = call.spec(each)
-        dither = call.key.operand(each) if spec.is_random else ()
+        dither = call.key.words(each) if spec.is_random else ()
         found += [spec, sign_key(spec, call.key, each.split(".")[0]), dither]
     return tuple(found)
 

@@ -79,6 +79,7 @@ class GemmModule:
                 micro_batch=number,
                 layer=stable_id(self.gemm_name),
                 expert=first_expert,
+                table=state.key_table,
             )
             call.weights_epoch = state.weights_epoch
             call.nonfinite = state.nonfinite
