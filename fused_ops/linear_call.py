@@ -129,6 +129,8 @@ class LinearCall:
     """The state of each fp8_delayed operand, by "fprop.x.EXPERT": the layer's own, filled here."""
     note_amax: bool = True
     """Whether fp8_delayed operands leave their amax in that state: not in an evaluation."""
+    row_block: int | None = None
+    """The forward GEMM in blocks of so many rows: see `fused_ops.scaled_matmul.scaled_matmul`."""
     implementation: str | None = None
     """Forces one implementation of quantization and matmul; None: the first that can."""
 

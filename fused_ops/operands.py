@@ -188,7 +188,8 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
 
     Codes where someone wants to see them, or where no tensor cores are.
     """
-    if call.observer is not None or call.implementation is not None or not x.is_cuda:
+    chosen = call.implementation is not None or call.row_block is not None
+    if call.observer is not None or chosen or not x.is_cuda:
         return "codes"
     if device_reason(x) is not None or x.dtype not in (torch.bfloat16, torch.float32):
         return "codes"

@@ -84,6 +84,7 @@ class GemmModule:
             call.weights_epoch = state.weights_epoch
             call.nonfinite = state.nonfinite
             call.check_finite = state.check_finite
+            call.row_block = state.row_block
         return call
 
 
