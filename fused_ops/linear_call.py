@@ -90,7 +90,9 @@ class LocalComm:
 class Observer(Protocol):
     """Sees each operand of each GEMM; must not synchronise with the device."""
 
-    def observe(self, gemm: str, operand: str, tensor: Tensor, quantized: Operand) -> None:
+    def observe(
+        self, gemm: str, operand: str, tensor: Tensor, quantized: Operand, call: "LinearCall"
+    ) -> None:
         """Called when the operand is ready; that of wgrad's x is made in the forward.
 
         Args:
@@ -98,6 +100,7 @@ class Observer(Protocol):
             operand: "x", "w" or "dy".
             tensor: the high-precision tensor in its own layout (not transposed).
             quantized: what is multiplied: codes, or the tensor or its transpose.
+            call: the call of the layer that it belongs to; of experts, of this expert.
         """
         ...
 

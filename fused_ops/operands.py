@@ -379,7 +379,7 @@ def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> No
     """Shows an operand to the observer, if there is one."""
     if call.observer is not None:
         gemm, which = name.split(".")
-        call.observer.observe(gemm, which, tensor, operand)
+        call.observer.observe(gemm, which, tensor, operand, call)
 
 
 def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | DecodedTensor | None]:

@@ -32,6 +32,7 @@ from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
+from pretrain.numerics_monitor import NumericsMonitor
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
@@ -391,6 +392,11 @@ class Trainer:
         self.callbacks.append(Record(metrics, progress))
         if config.log.throughput_window:
             self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
+        if config.monitor.interval:
+            show = metrics.show if main else None
+            self.callbacks.append(
+                NumericsMonitor(config.monitor, self.engine, run_dir, resumed_step, show)
+            )
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:
