@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
             observe(call, "wgrad.x", flat, kept)
         y = scaled_matmul(
             qx, qw, out_dtype=x.dtype, bias=bias, decode=call.recipe.decode,
-            implementation=call.implementation,
+            row_block=call.row_block, implementation=call.implementation,
         )  # fmt: skip
         tensors: list[Tensor] = []
         if ctx.save_input:

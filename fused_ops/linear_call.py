@@ -129,7 +129,9 @@ class LocalComm:
 class Observer(Protocol):
     """Sees each operand of each GEMM; must not synchronise with the device."""
 
-    def observe(self, gemm: str, operand: str, tensor: Tensor, quantized: Operand) -> None:
+    def observe(
+        self, gemm: str, operand: str, tensor: Tensor, quantized: Operand, call: "LinearCall"
+    ) -> None:
         """Called when the operand is ready; that of wgrad's x is made in the forward.
 
         Args:
@@ -137,6 +139,7 @@ class Observer(Protocol):
             operand: "x", "w" or "dy".
             tensor: the high-precision tensor in its own layout (not transposed).
             quantized: what is multiplied: codes, or the tensor or its transpose.
+            call: the call of the layer that it belongs to; of experts, of this expert.
         """
         ...
 
@@ -165,6 +168,8 @@ class LinearCall:
     """The state of each fp8_delayed operand, by "fprop.x.EXPERT": the layer's own, filled here."""
     note_amax: bool = True
     """Whether fp8_delayed operands leave their amax in that state: not in an evaluation."""
+    row_block: int | None = None
+    """The forward GEMM in blocks of so many rows: see `fused_ops.scaled_matmul.scaled_matmul`."""
     implementation: str | None = None
     """Forces one implementation of quantization and matmul; None: the first that can."""
 

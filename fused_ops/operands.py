@@ -188,7 +188,8 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
 
     Codes where someone wants to see them, or where no tensor cores are.
     """
-    if call.observer is not None or call.implementation is not None or not x.is_cuda:
+    chosen = call.implementation is not None or call.row_block is not None
+    if call.observer is not None or chosen or not x.is_cuda:
         return "codes"
     if device_reason(x) is not None or x.dtype not in (torch.bfloat16, torch.float32):
         return "codes"
@@ -328,7 +329,7 @@ def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     found: list[Any] = []
     for each in dict.fromkeys((name, "fprop.w")):
         spec = call.spec(each)
-        dither = call.key.operand(each) if spec.is_random else ()
+        dither = call.key.words(each) if spec.is_random else ()
         found += [spec, sign_key(spec, call.key, each.split(".")[0]), dither]
     return tuple(found)
 
@@ -378,7 +379,7 @@ def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> No
     """Shows an operand to the observer, if there is one."""
     if call.observer is not None:
         gemm, which = name.split(".")
-        call.observer.observe(gemm, which, tensor, operand)
+        call.observer.observe(gemm, which, tensor, operand, call)
 
 
 def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | DecodedTensor | None]:

@@ -167,6 +167,16 @@ class TensorParallelComm:
             return row[0][1], column[0][1]
         return Runs(rows=row, columns=column)
 
+    def contraction_groups(self, gemm: str) -> list[dist.ProcessGroup]:
+        """The groups whose ranks each have a part of the sum of a GEMM ("fprop", ...), all of the
+        same shape. Tokens of an expert on several ranks are left out: their numbers differ."""
+        name = f"{gemm}.{'x' if gemm == 'fprop' else 'dy'}"
+        return [
+            group
+            for axis, group in self._cuts(name.split(".")[1])
+            if axis == _CONTRACTED[name] and group is not self.expert_group
+        ]
+
     def _runs(self, tensor: str, axis: str, multiple: int, dithered: bool) -> tuple[Run, ...]:
         """The pieces of the global axis that this rank's part is put together from.
 

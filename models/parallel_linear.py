@@ -6,7 +6,7 @@ around them are ours: `_forward_impl` is the one method that both classes call f
 receives its recipe (`models.precision` sets it); without one it computes in its own dtype.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.tensor_parallel import layers
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 HIGH_PRECISION = GemmRecipe(name="bf16")
 
 
+class ModuleObserver(Observer, Protocol):
+    """An observer of a module's GEMMs that chooses the micro-batches it sees."""
+
+    def wants(self, micro_batch: int) -> bool:
+        """Whether the GEMMs of this micro-batch, by its global number in the step, are shown."""
+        ...
+
+
 class GemmModule:
     """What every module with GEMMs carries; mixed into the linear layers.
 
@@ -42,7 +50,7 @@ class GemmModule:
         self.weight_codes = WeightCodes()
         self.amax_scope = "layout_invariant"
         self.communicate = "bf16"
-        self.observer: Observer | None = None
+        self.observer: ModuleObserver | None = None
         self.delayed: dict[str, DelayedScaling] = {}
         # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
         # may have written the weight through the flat buffer behind it, which no counter shows.
@@ -53,14 +61,14 @@ class GemmModule:
         if self.is_first_microbatch:
             self.weight_codes.drop()
             self.is_first_microbatch = False
-        state = self.precision_state
+        state, number, observer = self.precision_state, micro_batch.current(), self.observer
         main_grad = getattr(weight, "main_grad", None)
         call = LinearCall(
             recipe=self.recipe,
             comm=comm,
             weight_codes=self.weight_codes,
             main_grad=main_grad is not None and main_grad.dtype is torch.float32,
-            observer=self.observer,
+            observer=observer if observer is not None and observer.wants(number) else None,
             name=self.gemm_name,
             delayed=self.delayed,
             note_amax=self.training,
@@ -69,13 +77,15 @@ class GemmModule:
             call.key = StreamKey(
                 seed=state.seed,
                 step=state.step,
-                micro_batch=micro_batch.current(),
+                micro_batch=number,
                 layer=stable_id(self.gemm_name),
                 expert=first_expert,
+                table=state.key_table,
             )
             call.weights_epoch = state.weights_epoch
             call.nonfinite = state.nonfinite
             call.check_finite = state.check_finite
+            call.row_block = state.row_block
         return call
 
 

@@ -177,6 +177,11 @@ class PrecisionPlan:
         self._state = state
         self._hand_out()
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether some linear layer of this process shows its operands to an observer."""
+        return any(module.observer is not None for _, module in self._bound)
+
     def end_step(self, groups: Any) -> None:
         """After the backward passes of a step: delayed scales move on, shared over `groups`."""
         delayed.end_step(self._bound, groups)

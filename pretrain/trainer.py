@@ -21,6 +21,7 @@ from pretrain.checkpoint.manager import CheckpointManager, Found, Resumed, overr
 from pretrain.checkpoint.state import unwrap
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
+from pretrain.cuda_graph import leave_default_stream
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
@@ -33,11 +34,12 @@ from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
+from pretrain.numerics_monitor import NumericsMonitor
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
-from pretrain.train_step import StepResult, train_step
+from pretrain.train_step import StepResult, record_steps, train_step
 from pretrain.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -121,8 +123,12 @@ class Trainer:
                 config = override_config(config, config.checkpoint.override)
             self.config, self.state = config, TrainState()
             self._open_data(_data_state(found))
+            if config.train.cuda_graph_impl != "none":
+                leave_default_stream()
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
             self.watchdog.work = lambda: self.engine.precision_state.micro_batch
+            if config.train.cuda_graph_impl != "none":
+                record_steps(self.engine)
             self._begin_average()
             resumed = self._resume()
             self.recovery = Recovery(self)
@@ -397,6 +403,11 @@ class Trainer:
         self.callbacks.append(Record(metrics, progress))
         if config.log.throughput_window:
             self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
+        if config.monitor.interval:
+            show = metrics.show if main else None
+            self.callbacks.append(
+                NumericsMonitor(config.monitor, self.engine, run_dir, resumed_step, show)
+            )
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:

@@ -287,7 +287,7 @@ def test_who_looks_at_operands_sees_whole_ones():
         def __init__(self):
             self.seen = []
 
-        def observe(self, gemm, operand, tensor, quantized):
+        def observe(self, gemm, operand, tensor, quantized, call):
             self.seen.append((gemm, operand))
 
     comm = Parts(kind="column", recipe=get_recipe("nvfp4"), weight_shape=(OUT, IN), tokens=32)
