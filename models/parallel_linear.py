@@ -49,6 +49,7 @@ class GemmModule:
         self.precision_state: PrecisionState | None = None
         self.weight_codes = WeightCodes()
         self.amax_scope = "layout_invariant"
+        self.communicate = "bf16"
         self.observer: ModuleObserver | None = None
         self.delayed: dict[str, DelayedScaling] = {}
         # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
@@ -122,6 +123,7 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
             cp_group=self.cp_group,
             gather_tokens=sequence_parallel,
             all_reduce_input_grad=allreduce_dgrad,
+            packed=self.communicate == "packed",
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
             segments=output_parts(weight),
@@ -184,21 +186,43 @@ class OutputLayer(layers.ColumnParallelLinear):
 
 
 class RowParallelLinear(GemmModule, layers.RowParallelLinear):
-    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's."""
+    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's.
+
+    Where the gradient's codes are to move, the reduce-scatter is inside the layer instead: the same
+    collective, and its backward is ours.
+    """
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
         self.init_gemm()
         self.cp_group = _context_group(config)
 
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [s, ..., in / ranks] -> y [s, ..., out] (s / ranks if sequence parallel), and bias."""
+        packed = self.communicate == "packed" and self.sequence_parallel
+        if not packed or self.explicit_expert_comm or not is_distributed(self.tp_group):
+            return super().forward(input_)
+        y = self._forward_impl(input_, self.weight, scatter_tokens=True)
+        if self.skip_bias_add or self.bias is None:
+            return y, self.bias if self.skip_bias_add else None
+        return y + self.bias, None
+
     def _forward_impl(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scatter_tokens: bool = False,
+        **unused: Any,
     ) -> Tensor:
+        assert bias is None or not scatter_tokens, "a bias is added to the sum"
         comm = TensorParallelComm(
             kind="row",
             recipe=self.recipe,
             tp_group=self.tp_group,
             cp_group=self.cp_group,
+            scatter_tokens=scatter_tokens,
+            packed=scatter_tokens,
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
             tokens=token_count(input),

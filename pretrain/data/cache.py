@@ -251,7 +251,7 @@ class BlockCache:
 
 def _read_total(descriptor: int) -> int | None:
     text = os.pread(descriptor, 32, 0)
-    return int(text) if text.strip().isdecimal() else None
+    return int(text) if text.strip().isdigit() else None
 
 
 def _write_total(descriptor: int, total: int) -> None:
