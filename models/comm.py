@@ -137,7 +137,7 @@ class TensorParallelComm:
 
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """Maximum over the ranks that hold parts of the operand `name`."""
-        if self.amax_scope == "shard":
+        if self.amax_scope == "shard" or not self._is_cut:
             return amax
         for axis, group in self._cuts(name.split(".")[1]):
             by_row = self.recipe.spec(*name.split(".")).row_scaled
@@ -154,6 +154,8 @@ class TensorParallelComm:
         runs then count as one, and the codes depend on the layout (`dimension_notes` in
         `models.precision_table` says where).
         """
+        if not self._is_cut:
+            return 0, 0
         gemm, tensor = name.split(".")
         spec, contracted = self.recipe.spec(gemm, tensor), _CONTRACTED[name]
         tile = spec.block[0] if spec.block else 1
@@ -176,6 +178,12 @@ class TensorParallelComm:
             for axis, group in self._cuts(name.split(".")[1])
             if axis == _CONTRACTED[name] and group is not self.expert_group
         ]
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether any other rank holds a part of some operand."""
+        groups = (self.tp_group, self.cp_group, self.expert_group)
+        return any(group is not None and group.size() > 1 for group in groups)
 
     def _runs(self, tensor: str, axis: str, multiple: int, dithered: bool) -> tuple[Run, ...]:
         """The pieces of the global axis that this rank's part is put together from.
