@@ -144,9 +144,7 @@ def _token_operands(
         column, call.key, wanted[1].split(".")[0], x.device
     )  # fmt: skip
     rotated = column is not None and column.takes_own_amax
-    own, turned = triton_grouped.amaxes(
-        x, groups, rotated=rotated, signs=sign, flag=call.nonfinite
-    )
+    own, turned = triton_grouped.amaxes(x, groups, rotated=rotated, signs=sign, flag=call.nonfinite)
     random = [n for n in quantized if call.spec(n).is_random]
     keys = dict(zip(random, expert_keys(call.key, random, len(groups), x.device))) if random else {}
     requests: list[Request | None] = []
@@ -174,9 +172,7 @@ def _quantize(
     row, column = requests
     kinds = {_kind(r.spec) for r in requests if r is not None}
     if len(kinds) == 2 or (row and column and "nvfp4" not in kinds and row.spec != column.spec):
-        first, second = (
-            _quantize(x, groups, pair, sign) for pair in ((row, None), (None, column))
-        )
+        first, second = (_quantize(x, groups, pair, sign) for pair in ((row, None), (None, column)))
         return first[0], second[1]
     if "nvfp4" in kinds:
         return triton_grouped.quantize(x, groups, row, column, sign)
@@ -334,7 +330,9 @@ class GroupedLinearTogether(torch.autograd.Function):
             dx = _rows_product(call, "dgrad", row, weight, ctx.groups, ctx.rows, True)
         if column is not None:
             spec = call.spec("wgrad.x")
-            x_t = GroupedOperand(*saved, spec, "codes") if len(saved) > 1 else saved[0]
+            x_t: Any = saved[0]
+            if len(saved) > 1:
+                x_t = GroupedOperand(saved[0], saved[1], saved[2], spec, "codes")
             out = ctx.weight.main_grad if call.main_grad else torch.empty_like(weight)
             _inner_product(call, column, x_t, ctx.groups, out)
             dw = dummy_gradient(ctx.weight) if call.main_grad else out

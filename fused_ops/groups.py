@@ -15,7 +15,7 @@ from torch import Tensor
 HEIGHTS = (64, 128, 256)
 """Rows of the tiles that kernels take; a tile belongs to one group."""
 PLACE = 8
-"""Words of a group in `place`: first row, rows, first block, first tile of each of HEIGHTS, 0, 0."""
+"""Words of a group in `place`: first row, rows, first block, first tile of each height, 0, 0."""
 _KEPT = 64
 
 

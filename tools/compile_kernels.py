@@ -334,7 +334,7 @@ def _grouped_quantizers() -> list[Variant]:
         constants = {k: v for k, v in pair.constants.items() if k != "BLOCKS"}
         constants |= {"ROW": True, "COLUMN": True, "TILE": False}
         found.append(Variant("grouped_quantize", pair.label, constants, pair.warps, pointers))
-    tile = {name: value for name, value in found[1].constants.items()} | {
+    tile = found[1].constants | {
         "TILE": True, "R_FORM": 0, "C_HADAMARD": False,
     }  # fmt: skip
     found.append(Variant("grouped_quantize", "nvfp4 w", tile, PAIR_TILE["warps"], pointers))
@@ -395,8 +395,11 @@ def compile_variant(variant: Variant, target: str) -> str:
             attrs=attributes,
         ),
         target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-        options={"num_warps": variant.warps, "num_stages": variant.stages,
-                 "enable_fp_fusion": False},
+        options={
+            "num_warps": variant.warps,
+            "num_stages": variant.stages,
+            "enable_fp_fusion": False,
+        },
     )
     core = TENSOR_CORE.search(compiled.asm["ptx"])
     return (

@@ -12,12 +12,11 @@ Row operands lie as the rows do; column operands in the column layout, each grou
 import triton
 import triton.language as tl
 
-from fused_ops.quantize.triton_block_kernels import block_bits, packed_bits, power, shift_of
+from fused_ops.quantize.triton_block_kernels import packed_bits, power, shift_of
 from fused_ops.quantize.triton_fp8_kernels import _encode_scale
 from fused_ops.quantize.triton_kernels import (
     _column,
     _columns,
-    _floats,
     _hand_in,
     _load_column_words,
     _requantize,
@@ -50,7 +49,7 @@ def _group_key(key_ptr, group, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         k0, k1 = tl.load(key_ptr + 2 * group), tl.load(key_ptr + 2 * group + 1)
     else:
-        k0, k1 = 0, 0
+        k0, k1 = group * 0, group * 0
     return k0.to(tl.uint32), k1.to(tl.uint32)
 
 
@@ -153,7 +152,7 @@ def grouped_requantize(
     POW2: tl.constexpr, CHOICE: tl.constexpr, NUMERATOR: tl.constexpr, Q_NUMERATOR: tl.constexpr,
     Q_TILE: tl.constexpr, FORM: tl.constexpr, SHIFT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """requantize_columns of each group of rows; all have whole blocks of 16. Grid: tiles x WORDS."""
+    """requantize_columns of each group of rows, all of whole blocks. Grid: tiles x WORDS."""
     group, _, count, first, local = _place(place_ptr, tile_ptr)
     block = _blocks_of_tile(first, count, local, blocks, 4)
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
@@ -175,7 +174,7 @@ def grouped_cast_fp8(
 ):  # fmt: skip
     """cast_fp8 of each group of rows of x bf16 [rows, cols]: as it is, and in the column layout.
 
-    scale_ptr gets 1 / scale of each group. Padding in the column layout is zero. Grid: tiles x COLS.
+    scale_ptr gets 1 / scale of each group. Padding of columns is zero. Grid: tiles x COLS.
     """
     group, start, count, first, local = _place(place_ptr, tile_ptr)
     row = local * 64 + tl.arange(0, 64)

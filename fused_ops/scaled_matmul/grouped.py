@@ -76,8 +76,8 @@ def rows_matmul(
         rows, dtype: of the result, bf16 or fp32.
         options: of one implementation (`tile` of "triton").
     """
-    choice = {"rows": rows, "dtype": dtype, "alpha": alpha, "implementation": implementation}
-    out = ROWS(a, b, groups, **choice, **options)
+    options |= {"rows": rows, "dtype": dtype, "alpha": alpha}
+    out: Tensor = ROWS(a, b, groups, implementation=implementation, **options)
     if rows > groups.rows:
         out[groups.rows :].zero_()
     return out

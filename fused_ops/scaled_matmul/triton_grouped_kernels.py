@@ -7,7 +7,7 @@ by the cores and then added in fp32. Loads go by pointers, or by tensor descript
 which put zeros behind the ends of a group.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202 (the compiler traces types)
+# ruff: noqa: ANN001, ANN201, ANN202, SIM108 (the compiler traces types)
 # mypy: ignore-errors
 
 import triton
@@ -101,9 +101,7 @@ def _write(ptr, acc, row, col, rows, cols, ACCUMULATE: tl.constexpr):
     half: tl.constexpr = acc.shape[1] // 2
     if ACCUMULATE and acc.shape[1] > 64:
         # Half by half: there are not registers for all that is read and all that is written.
-        left, right = tl.split(
-            tl.permute(tl.reshape(acc, [acc.shape[0], 2, half]), (0, 2, 1))
-        )
+        left, right = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, half]), (0, 2, 1)))
         _write_part(ptr, left, row, col, rows, cols, True)
         _write_part(ptr, right, row, col + half, rows, cols, True)
     else:
@@ -166,7 +164,7 @@ def grouped_inner(
     """out[e] = alpha_e a_e . b_e^T, or added to it: a_e [m, tokens of e], b_e [n, tokens of e].
 
     BY_K: a [m, columns] and b [n, columns] in the column layout; otherwise [tokens, m] and
-    [tokens, n]. Groups without tokens give zeros. m and n are multiples of 16. Grid: groups x tiles.
+    [tokens, n]. Groups without tokens give zeros. m, n: multiples of 16. Grid: groups x tiles.
     """
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, M), tl.cdiv(n, N)
