@@ -112,7 +112,7 @@ class _GroupedLinear(torch.autograd.Function):
             observe(calls[e], "fprop.w", weight[e], qw)
             product = scaled_matmul(
                 qx, qw, out_dtype=x.dtype, decode=call.recipe.decode,
-                implementation=call.implementation,
+                row_block=call.row_block, implementation=call.implementation,
             )  # fmt: skip
             outputs[e].copy_(product)
         ctx.packed = []

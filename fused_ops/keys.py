@@ -17,14 +17,16 @@ and wgrad have different ones. They depend neither on the rank nor on the expert
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from fused_ops.formats import OperandSpec
+    from fused_ops.quantize.philox import Key
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
@@ -63,7 +65,7 @@ class StreamKey:
 
     `seed`, `step` and `layer` are 64-bit, `micro_batch` (global number within the step) and
     `expert` (global number) 32-bit. `step` is the number of the optimizer step that is being
-    computed.
+    computed. `table`, if given, keeps the keys of operands in device memory.
     """
 
     seed: int = 0
@@ -71,26 +73,36 @@ class StreamKey:
     micro_batch: int = 0
     layer: int = 0
     expert: int = 0
+    table: "KeyTable | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field, bits in (
+        for name, bits in (
             ("seed", 64), ("step", 64), ("layer", 64), ("micro_batch", 32), ("expert", 32),
         ):  # fmt: skip
-            value = getattr(self, field)
+            value = getattr(self, name)
             if not 0 <= value < 1 << bits:
                 raise ValueError(
-                    f"a stream key's {field} must be in [0, 2^{bits}), got {value}; "
+                    f"a stream key's {name} must be in [0, 2^{bits}), got {value}; "
                     f"take it modulo 2^{bits}"
                 )
 
-    def operand(self, name: str) -> tuple[int, int]:
+    def words(self, name: str) -> tuple[int, int]:
         """The Philox key (two 32-bit words) of the operand `name`, one of STREAMS.
 
         Weight operands ignore `micro_batch`: their codes are kept for a whole step.
         """
-        micro_batch = 0 if name in WEIGHT_OPERANDS else self.micro_batch
-        words = _derive(self.seed, self.step, micro_batch, self.layer, self.expert, STREAMS[name])
+        words = _derive(self.seed, self.step, *self._place(name))
         return words[0], words[1]
+
+    def operand(self, name: str) -> "Key":
+        """`words`, or where they are in `table`: int64 [2]."""
+        if self.table is None:
+            return self.words(name)
+        return self.table.words(self, self._place(name))[:2]
+
+    def _place(self, name: str) -> tuple[int, int, int, int]:
+        micro_batch = 0 if name in WEIGHT_OPERANDS else self.micro_batch
+        return micro_batch, self.layer, self.expert, STREAMS[name]
 
     def with_expert(self, number: int) -> "StreamKey":
         """The key of the expert `number` places after this one."""
@@ -101,17 +113,72 @@ class StreamKey:
 def _derive(
     seed: int, step: int, micro_batch: int, layer: int, expert: int, stream: int
 ) -> tuple[int, int, int, int]:
+    """Four words; the first two are the key of an operand, all are the signs of a GEMM."""
     counter = (layer & _MASK, layer >> 32, step & _MASK, step >> 32)
     r0, r1, r2, _ = philox4x32(counter, (seed & _MASK, seed >> 32))
     return philox4x32((micro_batch, expert, stream, r2), (r0, r1))
 
 
+class KeyTable:
+    """Keys in device memory, for launches that are recorded once and replayed in other steps.
+
+    Each operand of each micro-batch has a place of its own, found at its first use; `refresh`
+    writes there what the keys are in another step.
+
+    Args:
+        device: where it lies.
+        room: for how many operands; places are never moved, since recorded launches know them.
+    """
+
+    def __init__(self, device: torch.device | str, room: int = 1 << 16) -> None:
+        self._words = torch.zeros(room, 4, dtype=torch.int64, device=device)
+        self._places: dict[tuple[int, int, int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def words(self, key: StreamKey, place: tuple[int, int, int, int]) -> Tensor:
+        """int64 [4] on the device: what (micro-batch, layer, expert, stream) derives from.
+
+        Raises:
+            ValueError: no room is left.
+        """
+        number = self._places.get(place)
+        if number is not None:
+            return self._words[number]
+        number = len(self._places)
+        if number >= len(self._words):
+            raise ValueError(
+                f"a step draws for more than {len(self._words)} operands, which is the room of its "
+                "key table; use fewer micro-batches a step, or no CUDA graph"
+            )
+        self._words[number].copy_(torch.tensor(_derive(key.seed, key.step, *place)))
+        self._places[place] = number
+        return self._words[number]
+
+    def refresh(self, seed: int, step: int) -> None:
+        """Writes the keys of all places as they are in this step; does not wait for the device."""
+        if not self._places:
+            return
+        words = torch.tensor([_derive(seed, step, *place) for place in self._places])
+        if self._words.is_cuda:
+            words = words.pin_memory()
+        self._words[: len(words)].copy_(words, non_blocking=True)
+
+
 def sign_key(spec: "OperandSpec", key: StreamKey, gemm: str) -> tuple[int, ...]:
     """What the signs of `spec` in `gemm` are a function of; empty if they are fixed or unused."""
+    place = _sign_place(spec, key, gemm)
+    return _derive(key.seed, key.step, *place) if place else ()
+
+
+def _sign_place(
+    spec: "OperandSpec", key: StreamKey, gemm: str
+) -> tuple[int, int, int, int] | tuple[()]:
     if not spec.hadamard or spec.signs == "fixed":
         return ()
     micro_batch = key.micro_batch if spec.signs == "micro_batch" else 0
-    return _derive(key.seed, key.step, micro_batch, key.layer, 0, STREAMS[f"{gemm}.signs"])
+    return micro_batch, key.layer, 0, STREAMS[f"{gemm}.signs"]
 
 
 def signs(
@@ -133,14 +200,18 @@ def signs(
         None if the operand is not rotated or its signs are fixed: the quantizer then uses
         Transformer Engine's vector (FIXED_SIGNS, repeated for longer transforms).
     """
-    words = sign_key(spec, key, gemm)
-    if not words:
+    place = _sign_place(spec, key, gemm)
+    if not place:
         return None
-    if spec.hadamard > 32 * len(words):
+    if spec.hadamard > 128:
         raise ValueError(
             f"a resampled sign vector holds at most 128 signs, got hadamard={spec.hadamard}; "
             "use 16 or 128"
         )
     shifts = torch.arange(32, device=device, dtype=torch.int64)
-    bits = torch.cat([(shifts.new_full((1,), word) >> shifts) & 1 for word in words])
+    if key.table is None:
+        words = _derive(key.seed, key.step, *place)
+        bits = torch.cat([(shifts.new_full((1,), word) >> shifts) & 1 for word in words])
+    else:
+        bits = ((key.table.words(key, place)[:, None] >> shifts) & 1).reshape(-1)
     return (1 - 2 * bits[: spec.hadamard]).float()

@@ -188,7 +188,8 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
 
     Codes where someone wants to see them, or where no tensor cores are.
     """
-    if call.observer is not None or call.implementation is not None or not x.is_cuda:
+    chosen = call.implementation is not None or call.row_block is not None
+    if call.observer is not None or chosen or not x.is_cuda:
         return "codes"
     if device_reason(x) is not None or x.dtype not in (torch.bfloat16, torch.float32):
         return "codes"
@@ -225,8 +226,8 @@ def _quantize_runs(
             )
             for j, (part, (_, column)) in enumerate(zip(parts, runs.columns))
         ]
-        bands.append(_join(pieces, 0 if columns else 1))
-    return _join(bands, 1 if columns else 0)
+        bands.append(join(pieces, 0 if columns else 1))
+    return join(bands, 1 if columns else 0)
 
 
 def _check_runs(x: Tensor, spec: OperandSpec, runs: Runs, columns: bool) -> None:
@@ -252,7 +253,7 @@ def _amax_pieces(
     return [amax] * len(along)
 
 
-def _join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
+def join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
     """Pieces of one operand beside (1) or below (0) each other."""
     first = parts[0]
     if len(parts) == 1:
@@ -263,7 +264,7 @@ def _join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
     return replace(
         first,
         codes=torch.cat([part.codes for part in parts], axis),
-        scales=torch.cat([part.scales for part in parts], axis),
+        scales=torch.cat([p.scales for p in parts], axis) if first.spec.block else first.scales,
         amax=torch.cat([p.amax for p in parts]) if first.amax.dim() and axis == 0 else first.amax,
         shape=(rows, total) if axis else (total, cols),
         out_of_range=torch.stack(counts).sum(0, dtype=torch.int32) if counts else None,
@@ -328,7 +329,7 @@ def variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     found: list[Any] = []
     for each in dict.fromkeys((name, "fprop.w")):
         spec = call.spec(each)
-        dither = call.key.operand(each) if spec.is_random else ()
+        dither = call.key.words(each) if spec.is_random else ()
         found += [spec, sign_key(spec, call.key, each.split(".")[0]), dither]
     return tuple(found)
 
@@ -378,7 +379,7 @@ def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> No
     """Shows an operand to the observer, if there is one."""
     if call.observer is not None:
         gemm, which = name.split(".")
-        call.observer.observe(gemm, which, tensor, operand)
+        call.observer.observe(gemm, which, tensor, operand, call)
 
 
 def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | DecodedTensor | None]:

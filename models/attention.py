@@ -22,6 +22,7 @@ from fused_ops.attention import Visible, attention
 from fused_ops.rope import rope, split_rope
 from models.comm import is_distributed
 from models.documents import Documents, document_ids
+from models.generation.cache import CacheStep
 from models.parallel_linear import ColumnParallelLinear
 
 
@@ -95,6 +96,7 @@ class CoreAttention(MegatronModule):
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
+        self.layer_number = layer_number
         self.window = config.window_size if windowed else None
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp if is_distributed(pg_collection.cp) else None
@@ -125,6 +127,8 @@ class CoreAttention(MegatronModule):
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d_value]."""
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported; pass None")
+        if isinstance(packed_seq_params, CacheStep):
+            return self._attend_cached(query, key, value, packed_seq_params)
         dropout = self.dropout if self.training else 0.0
         ids = document_ids(packed_seq_params)
         if self.cp_group is not None:
@@ -142,6 +146,32 @@ class CoreAttention(MegatronModule):
             )
         with self._random_state(dropout):
             return attention(query, key, value, visible, dropout=dropout, scale=self.scale)
+
+    def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor, step: CacheStep) -> Tensor:
+        """The new tokens of several sequences, [tokens, 1, heads, d], see what their caches hold.
+
+        Keys and values [tokens, 1, groups, d] are put there first. -> [tokens, 1, heads * d_value].
+        """
+        out = query.new_empty(query.shape[0], query.shape[2] * value.shape[-1])
+        for group in step.groups:
+            new_query, new_key, new_value = (t[:, 0][group.rows] for t in (query, key, value))
+            window = None if self.window is None else self.window[0]
+            keys, values, first = step.cache.extend(
+                self.layer_number, group, new_key, new_value, window
+            )
+            position = torch.arange(group.past, group.past + group.new, device=query.device)
+            gap = position.unsqueeze(-1) - torch.arange(first, group.end, device=query.device)
+            mask = gap >= 0
+            if window is not None:
+                mask = mask & (gap <= window)
+            if self.softmax_offset is not None:
+                seen = self._attend_with_sinks(new_query, keys, values, mask, 0.0)
+            else:
+                # From the start it is the training forward's own call.
+                visible = Visible(mask=mask) if group.past else Visible(window=window)
+                seen = attention(new_query, keys, values, visible, scale=self.scale)
+            out[group.rows] = seen
+        return out.unsqueeze(1)
 
     def _attend_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float
@@ -229,6 +259,16 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
     ) -> tuple[Tensor, ...]:
         """megatron-core's, without the object that names documents: it takes that for a packing
         whose tokens have no batch axis. Core attention gets it all the same."""
+        if isinstance(packed_seq_params, CacheStep):
+            # megatron-core makes the angles here, of positions from 0: these are of other ones.
+            angles = self.rotary_pos_emb
+            self.__dict__["rotary_pos_emb"] = packed_seq_params.angles_of(angles)
+            try:
+                return super().get_query_key_value_tensors(
+                    hidden_states, key_value_states, position_ids, None, *args, **kwargs
+                )
+            finally:
+                del self.__dict__["rotary_pos_emb"]
         if isinstance(packed_seq_params, Documents):
             packed_seq_params = None
         return super().get_query_key_value_tensors(

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer
 from torch import Tensor
 
-from fused_ops.mamba2_scan import causal_conv1d, mamba2_scan
+from fused_ops.mamba2_scan import causal_conv1d, mamba2_scan, mamba2_scan_from
 from models.documents import document_ids
+from models.generation.cache import CacheStep
 from models.norm import GroupNorm
 
 FP32_PARAMETERS = ("A_log", "D", "dt_bias")
@@ -66,28 +67,61 @@ class MambaMixer(mamba_mixer.MambaMixer):
 
         Under context parallelism the length is the whole sequence here, and the features a part.
         """
+        if isinstance(packed_seq_params, CacheStep):
+            return self._ssm_cached(zxBCdt, packed_seq_params)
         documents = document_ids(packed_seq_params)
         if documents is None and zxBCdt.is_cuda and mamba_mixer.HAVE_MAMBA_SSM:
             return super()._ssm_training(zxBCdt)
-        cp, state = self.cp, self.d_state
-        inner, heads, groups = cp.d_inner_local_tpcp, cp.nheads_local_tpcp, cp.ngroups_local_tpcp
-        z, xBC, dt = zxBCdt.transpose(0, 1).split([inner, inner + 2 * groups * state, heads], -1)
+        cp = self.cp
+        z, xBC, dt = self._parts(zxBCdt.transpose(0, 1))
         xBC = causal_conv1d(
             xBC, cp.get_conv1d_weight().squeeze(1), cp.get_conv1d_bias(), document_ids=documents
         )
-        x, B, C = F.silu(xBC).split([inner, groups * state, groups * state], -1)
-        y = mamba2_scan(
+        y = mamba2_scan(*self._scan_inputs(xBC, dt), D=cp.get_D(), document_ids=documents)
+        y = (y.flatten(-2) * F.silu(z)).transpose(0, 1).contiguous()
+        y = cp.post_conv_ssm(y)
+        return self.norm(y)
+
+    def _ssm_cached(self, zxBCdt: Tensor, step: CacheStep) -> Tensor:
+        """As `_ssm_training`, of new tokens of several sequences: [tokens, 1, features]."""
+        cp = self.cp
+        weight = cp.get_conv1d_weight().squeeze(1)
+        z, xBC, dt = self._parts(zxBCdt[:, 0])
+        out = torch.empty_like(z)
+        for group in step.groups:
+            new, new_dt = (t[group.rows].transpose(0, 1) for t in (xBC, dt))  # [b, new, ...]
+            before, state = step.cache.states(
+                self.layer_number,
+                group,
+                ((weight.shape[1] - 1, weight.shape[0]), new.dtype),
+                ((cp.nheads_local_tpcp, self.headdim, self.d_state), torch.float32),
+            )
+            conv = causal_conv1d(new, weight, cp.get_conv1d_bias(), before=before)
+            y, state = mamba2_scan_from(state, *self._scan_inputs(conv, new_dt), D=cp.get_D())
+            after = torch.cat([before, new], 1)[:, new.shape[1] :]
+            step.cache.set_states(self.layer_number, group, after, state)
+            out[group.rows] = y.flatten(-2).transpose(0, 1)
+        return self.norm((out * F.silu(z)).unsqueeze(1))
+
+    def _parts(self, zxBCdt: Tensor) -> tuple[Tensor, ...]:
+        """[..., features of in_proj] -> z, the input of the convolution, dt."""
+        cp = self.cp
+        mixed = cp.d_inner_local_tpcp + 2 * cp.ngroups_local_tpcp * self.d_state
+        return zxBCdt.split([cp.d_inner_local_tpcp, mixed, cp.nheads_local_tpcp], -1)
+
+    def _scan_inputs(self, xBC: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
+        """The output of the convolution [b, length, x + B + C] and dt -> x, dt, A, B, C."""
+        cp, state = self.cp, self.d_state
+        heads, groups = cp.nheads_local_tpcp, cp.ngroups_local_tpcp
+        sizes = [cp.d_inner_local_tpcp, groups * state, groups * state]
+        x, B, C = F.silu(xBC).split(sizes, -1)
+        return (
             x.unflatten(-1, (heads, self.headdim)),
             F.softplus(dt.float() + cp.get_dt_bias().float()),
             -torch.exp(cp.get_A_log().float()),
             B.unflatten(-1, (groups, state)),
             C.unflatten(-1, (groups, state)),
-            D=cp.get_D(),
-            document_ids=documents,
         )
-        y = (y.flatten(-2) * F.silu(z)).transpose(0, 1).contiguous()
-        y = cp.post_conv_ssm(y)
-        return self.norm(y)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from fused_ops.keys import KeyTable
 from models.config import ModelConfig, ParallelConfig, padded_vocab_size, transformer_config
 from models.flops import ModelShape
 from models.gemms import GemmShape
@@ -43,6 +44,9 @@ class PrecisionState:
         weights_epoch: changes when weights change in a way that no version counter shows.
         nonfinite: bool tensor on the device, raised by a quantized GEMM that meets Inf or NaN.
         check_finite: raise at once instead.
+        row_block: rows of the forward GEMMs' blocks where outputs must not depend on what shares a
+            batch (`models.generation`); None: one GEMM for all rows.
+        key_table: where keys of random numbers lie while launches are recorded; None: as numbers.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class PrecisionState:
         self.weights_epoch = 0
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         self.check_finite = check_finite
+        self.row_block: int | None = None
+        self.key_table: KeyTable | None = None
 
     def set_step(self, step: int) -> None:
         """Begin the computation of optimizer step `step`."""

@@ -26,10 +26,12 @@ from models.precision_rules import RecipeBook
 from pretrain.bad_steps import BadStepConfig
 from pretrain.checkpoint.manager import CheckpointConfig
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
+from pretrain.cuda_graph import cuda_graph_problems
 from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import LogConfig, log_config_problems
+from pretrain.monitor_config import MonitorConfig
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 from pretrain.redact import mask_secrets
 
@@ -84,12 +86,18 @@ class TrainConfig:
     """Steps between evaluations; 0 evaluates only at the end, where there is validation data."""
     eval_batches: int = Field(default=8, ge=1)
     """Global batches of each validation set that an evaluation reads; always the same ones."""
+    eval_also_bf16: bool = False
+    """Validate twice: with the run's own forward pass (`val_loss`), and with no GEMM quantized
+    (`val_loss_bf16`), as the weights would be served in 16 bits."""
     dry_run: bool = False
     """Print the precision of every GEMM and stop before anything is trained."""
     profile_steps: list[int] = field(default_factory=list)
     """Steps to record: a torch trace, and on a GPU a memory snapshot, in RUN/profile."""
     deterministic: bool = False
     """Refuse operations on the GPU that could give other bits in a second run; slower."""
+    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
+    """full_iteration: on a GPU, record forward and backward of a step once and replay them; the
+    same bits, and faster where the host is the limit, for the memory of a whole step more."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, in FP32, and save it with
     every checkpoint (`tools.convert export --weights ema`); 0 keeps none."""
@@ -129,6 +137,7 @@ class PretrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 
 def load_config(
@@ -208,6 +217,7 @@ def section_problems(config: PretrainConfig) -> list[str]:
     problems = model_problems(config.model, config.parallel) or _engine_problems(config)
     return [
         *found,
+        *cuda_graph_problems(config),
         *config.optimizer.problems(train.steps),
         *(problems + _recipe_problems(config) if problems else _precision_problems(config)),
     ]
@@ -323,6 +333,12 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
     found = []
     if config.run.device == "cuda" and not torch.cuda.is_available():
         found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
+    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    if config.train.cuda_graph_impl != "none" and on_cpu:
+        found.append(
+            f"train.cuda_graph_impl={config.train.cuda_graph_impl} needs a GPU; this run computes "
+            "on a CPU; set it to none"
+        )
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
     vocab, remote = config.model.vocab_size, Remote(config.data)

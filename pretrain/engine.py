@@ -18,6 +18,7 @@ from models.config import transformer_config
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
 from pretrain.config import PretrainConfig
+from pretrain.cuda_graph import StepGraph
 from pretrain.initialize import World, seed_everything
 from pretrain.optimizer import OptimizerSetting, build_optimizer, build_scheduler
 
@@ -37,6 +38,8 @@ class Engine:
     clip_grad: float
     seq_length: int
     micro_batch_size: int
+    graph: StepGraph | None = None
+    """How steps are recorded and replayed; None: they are launched one by one."""
 
     def __post_init__(self) -> None:
         # The gradient is of the mean over the tokens of the global batch, in every layout.

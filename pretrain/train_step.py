@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from models.precision import PrecisionState
+from pretrain.cuda_graph import StepGraph
 from pretrain.engine import Engine
 from pretrain.optimizer import update
 
@@ -119,11 +120,32 @@ def run_schedule(
     over all ranks it is that of the global batch: each loss is counted once, on the last stage
     and the first of the tensor-parallel ranks.
     """
-    micro_batches = [prepare(engine, batch) for batch in micro_batches]
+    batches = [prepare(engine, batch) for batch in micro_batches]
+    plain = not forward_only and forward is None and not engine.plan.is_observed
+    if engine.graph is not None and plain:
+        return engine.graph(batches)
+    return _through_schedule(engine, batches, forward_only, forward or forward_step)
+
+
+def record_steps(engine: Engine) -> None:
+    """From now on steps of the engine are one CUDA graph each, recorded when it is warm."""
+
+    def work(batches: Sequence[dict[str, Any]]) -> torch.Tensor:
+        return _through_schedule(engine, batches, False, forward_step)
+
+    engine.graph = StepGraph(engine, work)
+
+
+def _through_schedule(
+    engine: Engine,
+    micro_batches: Sequence[dict[str, Any]],
+    forward_only: bool,
+    forward: Callable[..., Any],
+) -> torch.Tensor:
     iterators = [iter(micro_batches) for _ in engine.chunks]
     single = len(engine.chunks) == 1
     stored = get_forward_backward_func()(
-        forward_step_func=partial(forward or forward_step, engine.precision_state),
+        forward_step_func=partial(forward, engine.precision_state),
         data_iterator=iterators[0] if single else iterators,
         model=engine.chunks[0] if single else engine.chunks,
         num_microbatches=len(micro_batches),

@@ -5,12 +5,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
+from models.gather_bytes import plan_gathers
+from models.precision_table import run_format
 from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
@@ -19,23 +22,31 @@ from pretrain.checkpoint.manager import CheckpointManager, Found, Resumed, overr
 from pretrain.checkpoint.state import unwrap
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
+from pretrain.cuda_graph import leave_default_stream
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
-from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.data.loader import BatchOptions, TrainLoader, ValidLoader
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
+from pretrain.environment import (
+    cudnn_shadow,
+    git_state,
+    peak_memory_gib,
+    report_absences,
+    write_environment,
+)
 from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
+from pretrain.numerics_monitor import NumericsMonitor
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
-from pretrain.train_step import StepResult, train_step
+from pretrain.train_step import StepResult, record_steps, train_step
 from pretrain.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -119,8 +130,12 @@ class Trainer:
                 config = override_config(config, config.checkpoint.override)
             self.config, self.state = config, TrainState()
             self._open_data(_data_state(found))
+            if config.train.cuda_graph_impl != "none":
+                leave_default_stream()
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)
             self.watchdog.work = lambda: self.engine.precision_state.micro_batch
+            if config.train.cuda_graph_impl != "none":
+                record_steps(self.engine)
             self._begin_average()
             resumed = self._resume()
             self.recovery = Recovery(self)
@@ -200,6 +215,7 @@ class Trainer:
             "tokens_per_s": tokens / seconds,
             "seconds": seconds,
             "skipped": int(not result.updated),
+            "memory_gib": peak_memory_gib(self.world.device),
         }
         if self.config.train.dtype == "fp16":
             row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
@@ -233,12 +249,14 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self.validation:
             return
-        count = self.config.train.eval_batches
-        sets: dict[str, Iterator[list[MicroBatch]]] = {
-            name: loader.batches(count) for name, loader in self.validation.items()
+        train = self.config.train
+        sets = {
+            name: partial(loader.batches, train.eval_batches)
+            for name, loader in self.validation.items()
         }
         self.each("on_phase", "evaluate")
-        row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
+        losses = evaluate_sets(self.engine, sets, train.eval_also_bf16)
+        row = {"step": self.state.step, "tokens": self.state.consumed_tokens, **losses}
         self.each("on_eval", row)
 
     def _evaluate_at_end(self) -> None:
@@ -356,6 +374,14 @@ class Trainer:
                 share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
                 log.info("blend: %s of the samples from %s", share, shards.directory)
 
+    def _tell_gathers(self) -> None:
+        """What moves as codes, and what does not."""
+        precision, plan = self.config.precision, self.engine.plan
+        if precision.communicate == "packed":
+            moved = plan_gathers(plan, self.config.train.micro_batch_size)
+            for line in moved.lines(precision.communicate, run_format(plan.shape.config)):
+                log.info("%s", line)
+
     def _tell_consumed(self) -> None:
         """What was read of each source of a blend."""
         if self.world.is_main and len(self.dataset.shards) > 1:
@@ -371,6 +397,7 @@ class Trainer:
             (run_dir / "precision.json").write_text(table)
             write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
             report_absences()
+            self._tell_gathers()
             if shadowed := cudnn_shadow():
                 log.warning("%s", shadowed)
         metrics = MetricsLogger(
@@ -386,6 +413,11 @@ class Trainer:
         self.callbacks.append(Record(metrics, progress))
         if config.log.throughput_window:
             self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
+        if config.monitor.interval:
+            show = metrics.show if main else None
+            self.callbacks.append(
+                NumericsMonitor(config.monitor, self.engine, run_dir, resumed_step, show)
+            )
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:

@@ -2,12 +2,14 @@
 """Time training of whole models on one GPU: a micro-batch, and an optimizer step.
 
     python -m tools.bench_train --model dense|hybrid|moe [--recipes bf16 nvfp4 nvfp4_fast:fp8 ...]
-                                [--baseline bf16 fp8] [--profile] [--step] [key=value ...]
+                                [--baseline bf16 fp8] [--graph] [--profile] [--step]
+                                [--set key=value ...]
 
 A recipe may name how Hopper decodes it, after a colon. Times are medians of forward and backward of
 one micro-batch of 8192 tokens, the quantization of the weights included; `--step` adds the whole
 optimizer step. The baseline is megatron-core with Transformer Engine, built in this process; all
-ratios are to its BF16. `--profile` prints the time of each kernel.
+ratios are to its BF16. `--graph` measures every one of them as a CUDA graph too. `--profile` prints
+the time of each kernel.
 """
 
 import argparse
@@ -49,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="*", default=["bf16"], metavar="RECIPE[:DECODE]")
     parser.add_argument("--baseline", nargs="*", default=[], choices=("bf16", "fp8"))
     parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--graph", action="store_true", help="time CUDA graphs of it too")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--step", action="store_true", help="time the whole optimizer step too")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
@@ -91,6 +94,8 @@ def bench(options: argparse.Namespace) -> None:
         measured = measure(run, options.iterations)
         base = measured[0] if kind == "bf16" else base
         report(f"megatron-core + TE, {kind}", *measured)
+        if options.graph:
+            report(f"megatron-core + TE, {kind}, graph", *measure(graphed(run), options.iterations))
         if options.profile and kind == "bf16":
             profile(run)
         del run
@@ -98,13 +103,15 @@ def bench(options: argparse.Namespace) -> None:
     for name in options.recipes:
         recipe, _, decode = name.partition(":")
         overrides = [*options.overrides, *([f"precision.decode={decode}"] if decode else [])]
-        run, step = ours(run_config(options.model, recipe, overrides), world)
+        run, step, graph = ours(run_config(options.model, recipe, overrides), world)
         report(name, *measure(run, options.iterations))
+        if options.graph:
+            report(f"{name}, graph", *measure(graph, options.iterations))
         if options.step:
             report(f"{name}, optimizer step", *measure(step, options.iterations))
         if options.profile:
             profile(run)
-        del run, step
+        del run, step, graph
         release()
     shut_down()
 
@@ -139,11 +146,15 @@ def random_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def ours(config: Any, world: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A micro-batch, and an optimizer step, of our engine."""
+def ours(
+    config: Any, world: Any
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """A micro-batch, an optimizer step, and a micro-batch as a CUDA graph, of our engine."""
+    from pretrain.cuda_graph import leave_default_stream
     from pretrain.engine import build_engine
-    from pretrain.train_step import forward_step, train_step
+    from pretrain.train_step import forward_step, record_steps, run_schedule, train_step
 
+    leave_default_stream()
     engine = build_engine(config, world, VOCAB)
     batch: dict[str, Any] = random_batch() | {"index": 0}
     engine.chunks[0].zero_grad_buffer()
@@ -157,7 +168,29 @@ def ours(config: Any, world: Any) -> tuple[Callable[[], None], Callable[[], None
     def step() -> None:
         train_step(engine, [batch | {"cu_seqlens": None}])
 
-    return micro_batch, step
+    def graph() -> None:
+        if engine.graph is None:
+            record_steps(engine)
+            engine.config.finalize_model_grads_func = None  # a micro-batch, not a step
+        engine.precision_state.step += 1
+        run_schedule(engine, [batch | {"cu_seqlens": None}], forward_only=False)
+
+    return micro_batch, step, graph
+
+
+def graphed(run: Callable[[], None]) -> Callable[[], None]:
+    """The same launches, recorded once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    release()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
 
 
 def baseline(model: str, kind: str) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selective scan of Mamba-2 and its short causal convolution: shapes, checks, choice."""
 
+import torch
 from torch import Tensor
 
 from fused_ops.mamba2_scan import mamba_ssm_backend, reference
@@ -45,8 +46,46 @@ def mamba2_scan(
     return reference.scan(x, dt, A, B, C, D, document_ids)
 
 
+def mamba2_scan_from(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mamba2_scan` of a piece of a sequence: from the state before it to the state after it.
+
+    Args:
+        state: fp32 [batch, heads, head_dim, state]; zero before the first token.
+        x, dt, A, B, C, D, implementation: as `mamba2_scan`.
+
+    Returns:
+        y as `mamba2_scan`, and the new state. Pieces one after the other give what the whole
+        sequence gives, up to the order of FP32 sums.
+
+    Raises:
+        ValueError: shapes that do not fit, or a forced implementation that cannot.
+    """
+    _check(x, dt, A, B, C, D, None)
+    expected = (x.shape[0], x.shape[2], x.shape[3], B.shape[3])
+    if tuple(state.shape) != expected or state.dtype is not torch.float32:
+        raise ValueError(f"state must be fp32 {expected}, got {state.dtype} {tuple(state.shape)}")
+    if _choose(implementation, x) == "mamba_ssm":
+        return mamba_ssm_backend.scan_from(state, x, dt, A, B, C, D)
+    return reference.scan_from(state, x, dt, A, B, C, D)
+
+
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, document_ids: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> Tensor:
     """Depthwise convolution that sees only the past: y_t = bias + sum_j weight_j x_{t-width+1+j}.
 
@@ -55,6 +94,7 @@ def causal_conv1d(
         weight: [channels, width].
         bias: [channels] or None.
         document_ids: integer [batch, length]; tokens of another document count as zero.
+        before: [batch, width - 1, channels], the tokens before x; None for zeros.
 
     Returns:
         [batch, length, channels] in x's type.
@@ -64,7 +104,14 @@ def causal_conv1d(
             f"weight must be [channels, width] with {x.shape[-1]} channels, got "
             f"{tuple(weight.shape)}: drop the middle axis of a Conv1d weight"
         )
-    return reference.conv(x, weight, bias, document_ids)
+    if before is None:
+        return reference.conv(x, weight, bias, document_ids)
+    expected = (x.shape[0], weight.shape[1] - 1, x.shape[2])
+    if tuple(before.shape) != expected or document_ids is not None:
+        raise ValueError(
+            f"before must be {expected} and goes without document_ids, got {tuple(before.shape)}"
+        )
+    return reference.conv(torch.cat([before, x], 1), weight, bias)[:, before.shape[1] :]
 
 
 def _choose(implementation: str | None, x: Tensor) -> str:

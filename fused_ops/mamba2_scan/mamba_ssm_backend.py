@@ -40,3 +40,15 @@ def scan(
     assert callable(kernel), "supports() was not asked"
     seq_idx = None if document_ids is None else document_ids.int().contiguous()
     return kernel(x, dt, A, B, C, chunk_size=CHUNK, D=D, seq_idx=seq_idx)
+
+
+def scan_from(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `fused_ops.mamba2_scan.mamba2_scan_from`."""
+    kernel = _kernel()
+    assert callable(kernel), "supports() was not asked"
+    y, left = kernel(
+        x, dt, A, B, C, chunk_size=CHUNK, D=D, initial_states=state, return_final_states=True
+    )
+    return y, left.float()

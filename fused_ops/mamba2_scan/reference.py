@@ -25,6 +25,34 @@ def scan(
     chunk: int = CHUNK,
 ) -> Tensor:
     """See `fused_ops.mamba2_scan.mamba2_scan`; `chunk` is the number of tokens of a block."""
+    return _scan((x, dt, A, B, C, D), document_ids, None, chunk)[0]
+
+
+def scan_from(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """See `fused_ops.mamba2_scan.mamba2_scan_from`."""
+    groups = B.shape[2]
+    start = state.float().unflatten(1, (groups, -1)).permute(0, 1, 4, 2, 3)  # b g n r p
+    y, left = _scan((x, dt, A, B, C, D), None, start, chunk)
+    return y, left.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()
+
+
+def _scan(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    document_ids: Tensor | None,
+    start: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """y, and the state [b, g, n, r, p] after the last token; `start` is that before the first."""
+    x, dt, A, B, C, D = inputs
     length, groups = x.shape[1], B.shape[2]
     chunk = min(chunk, length)
     xc, dtc, Bc, Cc = (_chunks(t.float(), chunk) for t in (x, dt, B, C))
@@ -36,11 +64,12 @@ def scan(
     x_dt = (xc * dtc.unsqueeze(-1)).unflatten(3, (groups, -1)).transpose(2, 3)  # b c g q r p
     Bc, Cc = Bc.transpose(2, 3), Cc.transpose(2, 3)  # b c g q n
 
-    y = _within(since_start, x_dt, Bc, Cc, docs) + _across(since_start, x_dt, Bc, Cc, docs)
+    seen, left = _across(since_start, x_dt, Bc, Cc, docs, start)
+    y = _within(since_start, x_dt, Bc, Cc, docs) + seen
     y = y.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :length]
     if D is not None:
         y = y + x.float() * D.float().unsqueeze(-1)
-    return y.to(x.dtype)
+    return y.to(x.dtype), left
 
 
 def _chunks(t: Tensor, chunk: int, fill: str = "zero") -> Tensor:
@@ -84,9 +113,18 @@ def _within(
 
 
 def _across(
-    since_start: Tensor, x_dt: Tensor, Bc: Tensor, Cc: Tensor, docs: Tensor | None
-) -> Tensor:
-    """What tokens of a chunk take from the state that earlier chunks left: [b, c, g, q, r, p]."""
+    since_start: Tensor,
+    x_dt: Tensor,
+    Bc: Tensor,
+    Cc: Tensor,
+    docs: Tensor | None,
+    start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What tokens of a chunk take from the state that earlier chunks left: [b, c, g, q, r, p].
+
+    Also the state [b, g, n, r, p] that the last chunk leaves where there is a `start`: padding
+    has dt 0, which changes no state.
+    """
     to_end = since_start[..., -1:] - since_start  # b c g r q
     carried = since_start.exp()
     whole = carried[..., -1]  # b c g r
@@ -99,13 +137,13 @@ def _across(
     to_end = to_end.exp()
     left = Bc.transpose(-1, -2) @ (x_dt * to_end.transpose(-1, -2).unsqueeze(-1)).flatten(-2)
     left = left.unflatten(-1, (-1, x_dt.shape[-1]))  # b c g n r p
-    state, states = torch.zeros_like(left[:, 0]), []
+    state, states = torch.zeros_like(left[:, 0]) if start is None else start, []
     for i in range(left.shape[1]):
         states.append(state)
-        if i + 1 < left.shape[1]:
+        if i + 1 < left.shape[1] or start is not None:
             state = state * whole[:, i, :, None, :, None] + left[:, i]
     seen = (Cc @ torch.stack(states, 1).flatten(-2)).unflatten(-1, (-1, x_dt.shape[-1]))
-    return seen * carried.transpose(-1, -2).unsqueeze(-1)
+    return seen * carried.transpose(-1, -2).unsqueeze(-1), state
 
 
 def conv(

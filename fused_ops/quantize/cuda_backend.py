@@ -23,6 +23,7 @@ from fused_ops.quantize import triton_backend
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.triton_backend import FORMS, Output
 from fused_ops.quantize.triton_launch import sign_factors, words
+from fused_ops.triton_support import raw_stream
 
 SOURCE = Path(__file__).parent / "cuda" / "quantize_pair.cu"
 TARGETS = ("sm_90", "sm_100", "sm_103")
@@ -134,7 +135,7 @@ def quantize_pair(
     origin: tuple[int, int] = (0, 0),
     forms: tuple[str, str] = ("codes", "codes"),
 ) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
-    """See fused_ops.quantize.api.quantize_pair. Keys are numbers."""
+    """See fused_ops.quantize.api.quantize_pair."""
     rows, cols = x.shape
     first = Output.new(row, forms[0], rows, cols, amaxes[0], rows)
     second = Output.new(column, forms[1], cols, rows, amaxes[1], cols)
@@ -153,17 +154,17 @@ def _launch(
     origin: tuple[int, int],
 ) -> None:
     source = words(x, True)
-    tensors = [source, signs]
-    for output in (first, second):
-        tensors += [output.amax, *output.pointers()]
-    pointers = (ctypes.c_void_p * 12)(*[t.data_ptr() for t in tensors])
+    addresses: list[int | None] = [source.data_ptr(), signs.data_ptr()]
     numbers = [x.shape[0], x.shape[1], *origin]
-    for key in keys:
-        numbers += [0, 0] if key is None else [int(key[0]), int(key[1])]
+    for output, key in zip((first, second), keys):
+        addresses += [t.data_ptr() for t in (output.amax, *output.pointers())]
+        on_device = isinstance(key, Tensor)
+        addresses.append(key.data_ptr() if isinstance(key, Tensor) else None)
+        numbers += [0, 0] if key is None or on_device else [int(key[0]), int(key[1])]
+    pointers = (ctypes.c_void_p * 14)(*addresses)
     values = (ctypes.c_int64 * 8)(*numbers)
     run = _library(tuple(macros), torch.cuda.get_device_capability(x.device))
     with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        status = run(ctypes.c_void_p(stream), pointers, values)
+        status = run(ctypes.c_void_p(raw_stream(x.device)), pointers, values)
     if status != 0:
         raise RuntimeError(f"the quantizer could not be launched: CUDA error {status}")

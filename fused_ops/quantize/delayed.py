@@ -57,8 +57,9 @@ class DelayedScaling:
         """End of a step: choose the next amax, roll the history, clear the slot in use."""
         chosen = self.history.max() if self.algorithm == "max" else self.history[0].clone()
         good = torch.isfinite(chosen) & (chosen > 0)
-        self._used = torch.where(good, chosen, self._used)
-        self.history = self.history.roll(-1)
+        # In place: recorded launches know where they are.
+        self._used.copy_(torch.where(good, chosen, self._used))
+        self.history.copy_(self.history.roll(-1))
         self.history[0] = 0.0
 
     def state_dict(self) -> dict[str, Any]:

@@ -362,14 +362,14 @@ def quantize_columns(
 @triton.jit(do_not_specialize=["rows", "k0", "k1", "k2", "k3", "row0", "col0"])
 def quantize_pair(
     x_ptr, signs_ptr,
-    r_amax_ptr, r_codes_ptr, r_scales_ptr, r_used_ptr, r_count_ptr,
-    c_amax_ptr, c_codes_ptr, c_scales_ptr, c_used_ptr, c_count_ptr,
+    r_amax_ptr, r_codes_ptr, r_scales_ptr, r_used_ptr, r_count_ptr, r_key_ptr,
+    c_amax_ptr, c_codes_ptr, c_scales_ptr, c_used_ptr, c_count_ptr, c_key_ptr,
     rows, cols, blocks, k0, k1, k2, k3, row0, col0,
     R_POW2: tl.constexpr, R_STOCHASTIC: tl.constexpr, R_CHOICE: tl.constexpr,
     R_NUMERATOR: tl.constexpr, R_FORM: tl.constexpr, R_SHIFT: tl.constexpr,
     C_POW2: tl.constexpr, C_STOCHASTIC: tl.constexpr, C_CHOICE: tl.constexpr,
     C_NUMERATOR: tl.constexpr, C_FORM: tl.constexpr, C_SHIFT: tl.constexpr,
-    C_HADAMARD: tl.constexpr,
+    C_HADAMARD: tl.constexpr, KEY_ON_DEVICE: tl.constexpr,
     BLOCKS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """x bf16 [rows, cols], both multiples of 16 -> as it is, and its transpose, in 1x16 blocks.
@@ -379,23 +379,25 @@ def quantize_pair(
     (k2, k3). row0, col0: global place of x, multiples of 16.
     """
     c_amax = tl.load(c_amax_ptr)
+    c_key0, c_key1 = _key(k2, k3, c_key_ptr, KEY_ON_DEVICE)
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
     c_total = _columns(
-        x_ptr, c_amax, signs_ptr, k2.to(tl.uint32), k3.to(tl.uint32), c_codes_ptr, c_scales_ptr,
-        block, word, rows, cols, blocks, col0, row0 // 16,
+        x_ptr, c_amax, signs_ptr, c_key0, c_key1, c_codes_ptr, c_scales_ptr, block, word, rows,
+        cols, blocks, col0, row0 // 16,
         True, C_POW2, C_STOCHASTIC, C_CHOICE, C_NUMERATOR, C_HADAMARD, False, C_FORM, C_SHIFT,
         True,
     )  # fmt: skip
     _finish(c_amax, c_total, c_used_ptr, c_count_ptr, C_POW2)
     r_amax = tl.load(r_amax_ptr)
+    r_key0, r_key1 = _key(k0, k1, r_key_ptr, KEY_ON_DEVICE)
     group = (tl.program_id(1) * (WORDS // 8) + tl.arange(0, WORDS // 8))[None, :]
     r_total = tl.zeros([ROWS, WORDS // 8], tl.int32)
     for step in range(0, 16 * BLOCKS // ROWS):
         row = (tl.program_id(0) * (16 * BLOCKS) + step * ROWS + tl.arange(0, ROWS))[:, None]
         r_total += _rows(
-            x_ptr, r_amax, signs_ptr, k0.to(tl.uint32), k1.to(tl.uint32), r_codes_ptr,
-            r_scales_ptr, row, group, rows, cols // 16, cols, row0, col0 // 16,
+            x_ptr, r_amax, signs_ptr, r_key0, r_key1, r_codes_ptr, r_scales_ptr, row,
+            group, rows, cols // 16, cols, row0, col0 // 16,
             True, R_POW2, R_STOCHASTIC, R_CHOICE, R_NUMERATOR, False, False, R_FORM, R_SHIFT,
         )  # fmt: skip
     _finish(r_amax, r_total, r_used_ptr, r_count_ptr, R_POW2)

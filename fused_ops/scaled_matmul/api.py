@@ -24,6 +24,7 @@ def scaled_matmul(
     accumulate: Tensor | None = None,
     bias: Tensor | None = None,
     decode: str = "exact",
+    row_block: int | None = None,
     implementation: Choice = None,
 ) -> Tensor:
     """a . b^T, with both operands' contraction along their last axis.
@@ -41,6 +42,8 @@ def scaled_matmul(
         bias: [N], added in fp32 after alpha.
         decode: "exact", or "fp8": what E4M3 cannot hold of code * block scale is rounded to it
             (NVFP4 with full-precision block scales only).
+        row_block: take the product in GEMMs of this many rows, so that a row of the result does
+            not depend on how many others there are; only the reference does that.
         implementation: name of one, or names in order of preference; a forced one never falls
             back. None: the first that supports the call.
 
@@ -52,6 +55,15 @@ def scaled_matmul(
         UnsupportedError: no allowed implementation takes them.
     """
     _check(a, b, accumulate, bias, decode)
+    if row_block is not None:
+        if implementation not in (None, "reference"):
+            raise ValueError(
+                f"row_block is for the reference, got implementation {implementation!r}; pass None"
+            )
+        return reference.scaled_matmul(
+            a, b, out_dtype=out_dtype, accumulate=accumulate, bias=bias, decode=decode,
+            row_block=row_block,
+        )  # fmt: skip
     return SCALED_MATMUL(
         a,
         b,

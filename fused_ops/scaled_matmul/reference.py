@@ -32,11 +32,15 @@ def scaled_matmul(
     accumulate: Tensor | None = None,
     bias: Tensor | None = None,
     decode: str = "exact",
+    row_block: int | None = None,
 ) -> Tensor:
     """See `fused_ops.scaled_matmul.api.scaled_matmul`; sums in fp32 in the matmul's own order."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
+    if row_block is None and isinstance(a, Tensor) and isinstance(b, Tensor):
         return _plain(a, b, out_dtype, accumulate, bias)
-    total = values(a, decode) @ values(b, decode).t()
+    if row_block is None:
+        total = values(a, decode) @ values(b, decode).t()
+    else:
+        total = product_in_blocks(values(a, decode), values(b, decode), row_block)
     return _epilogue(total, a, b, out_dtype, accumulate, bias)
 
 
@@ -50,6 +54,20 @@ def _plain(
     if accumulate is not None:
         return accumulate.add_(total)
     return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+def product_in_blocks(a: Tensor, b: Tensor, rows: int) -> Tensor:
+    """a . b^T in GEMMs of `rows` rows each, the last filled up with zeros.
+
+    The order of a library's sums depends on a GEMM's shape. With one shape for all, a row of the
+    result depends on its own row of a and on b, and not on how many rows there are.
+    """
+    blocks = []
+    for block in a.split(rows):
+        missing = rows - block.shape[0]
+        filled = torch.cat([block, block.new_zeros(missing, block.shape[1])]) if missing else block
+        blocks.append((filled @ b.t())[: block.shape[0]])
+    return torch.cat(blocks) if blocks else a.new_zeros(0, b.shape[0])
 
 
 def values(operand: Operand, decode: str = "exact") -> Tensor:

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from fused_ops.formats import OperandSpec
-from fused_ops.keys import STREAMS, StreamKey, philox4x32, sign_key, signs, stable_id
+from fused_ops.keys import (
+    STREAMS,
+    KeyTable,
+    StreamKey,
+    philox4x32,
+    sign_key,
+    signs,
+    stable_id,
+)
 from fused_ops.quantize.hadamard import FIXED_SIGNS
 
 KEY = StreamKey(seed=7, step=100, micro_batch=3, layer=stable_id("layers.3.mlp"), expert=2)
@@ -113,3 +121,22 @@ def test_micro_batches_in_flight_keep_their_own_signs():
     backward = [signs(MICRO_BATCH, replace(KEY, micro_batch=m), "wgrad") for m in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(forward, backward))
     assert len({tuple(v.tolist()) for v in forward}) == 4
+
+
+def test_a_table_gives_the_words_of_any_step():
+    """Places stay where they are; refresh writes the words of another step there."""
+    table = KeyTable("cpu", room=3)
+    kept = replace(KEY, table=table)
+    place = kept.operand("dgrad.dy")
+    assert tuple(place.tolist()) == KEY.operand("dgrad.dy")
+    turned = signs(MICRO_BATCH, kept, "wgrad")
+    assert torch.equal(turned, signs(MICRO_BATCH, KEY, "wgrad"))
+    assert len(table) == 2
+    later = replace(KEY, step=KEY.step + 5)
+    table.refresh(later.seed, later.step)
+    assert tuple(place.tolist()) == later.operand("dgrad.dy")
+    assert kept.operand("dgrad.dy").data_ptr() == place.data_ptr()
+    assert torch.equal(signs(MICRO_BATCH, kept, "wgrad"), signs(MICRO_BATCH, later, "wgrad"))
+    kept.operand("wgrad.dy")
+    with pytest.raises(ValueError, match="more than 3 operands"):
+        replace(kept, expert=1).operand("wgrad.dy")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fused_ops.mamba2_scan import causal_conv1d, mamba2_scan, reference
+from fused_ops.mamba2_scan import causal_conv1d, mamba2_scan, mamba2_scan_from, reference
 
 
 def recurrence(x, dt, A, B, C, D=None, document_ids=None):
@@ -143,3 +143,43 @@ def test_forced_implementation_does_not_fall_back():
         mamba2_scan(*make(8)[:5], implementation="mamba_ssm")
     with pytest.raises(ValueError, match="not one of"):
         mamba2_scan(*make(8)[:5], implementation="cuda")
+
+
+@pytest.mark.parametrize("cuts", [[1], [64], [3, 70, 71], [63, 65, 129]])
+def test_pieces_of_a_sequence_equal_the_whole(cuts):
+    """Pieces longer than a chunk and no multiple of it, from state to state."""
+    x, dt, A, B, C, D = (t.detach() for t in make(150))
+    whole = mamba2_scan(x, dt, A, B, C, D=D)
+    state = torch.zeros(2, 4, 8, 5)
+    pieces = []
+    for start, end in itertools.pairwise([0, *cuts, 150]):
+        part = slice(start, end)
+        y, state = mamba2_scan_from(state, x[:, part], dt[:, part], A, B[:, part], C[:, part], D=D)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=5e-5)
+    # The state itself, from its definition.
+    exact = torch.zeros(2, 4, 8, 5, dtype=torch.float64)
+    wide = B.double().repeat_interleave(2, 2)
+    for t in range(150):
+        add = torch.einsum("bh,bhp,bhn->bhpn", dt[:, t].double(), x[:, t].double(), wide[:, t])
+        exact = exact * (dt[:, t] * A).double().exp()[..., None, None] + add
+    torch.testing.assert_close(state.double(), exact, rtol=1e-4, atol=2e-5)
+
+
+def test_pieces_of_a_convolution_equal_the_whole():
+    x, weight, bias = torch.randn(2, 20, 6), torch.randn(6, 4), torch.randn(6)
+    whole = causal_conv1d(x, weight, bias)
+    before, pieces = torch.zeros(2, 3, 6), []
+    for start, end in itertools.pairwise([0, 1, 3, 4, 11, 20]):
+        piece = x[:, start:end]
+        pieces.append(causal_conv1d(piece, weight, bias, before=before))
+        before = torch.cat([before, piece], 1)[:, -3:]
+    assert torch.equal(torch.cat(pieces, 1), whole)
+
+
+def test_states_that_do_not_fit_are_refused():
+    x, dt, A, B, C, _ = (t.detach() for t in make(3))
+    with pytest.raises(ValueError, match=r"state must be fp32 \(2, 4, 8, 5\)"):
+        mamba2_scan_from(torch.zeros(2, 4, 5, 8), x, dt, A, B, C)
+    with pytest.raises(ValueError, match=r"before must be \(2, 3, 6\)"):
+        causal_conv1d(torch.randn(2, 5, 6), torch.randn(6, 4), before=torch.zeros(2, 4, 6))

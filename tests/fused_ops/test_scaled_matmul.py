@@ -247,3 +247,21 @@ def test_bad_input(options, message):
     arguments = {"a": torch.zeros(4, 64), "b": torch.zeros(8, 64), "out_dtype": torch.float32}
     with pytest.raises(ValueError, match=message):
         scaled_matmul(**(arguments | options))
+
+
+@pytest.mark.parametrize("spec", ["row_scaled", "pow2", "bf16"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33])
+def test_blocks_of_rows_give_each_row_the_same_bits(spec, rows):
+    x, w = (torch.randn(40, 96) + 0.1).bfloat16(), operand(SPECS[spec], 24, 96)
+
+    def product(part, **options):
+        a = part if SPECS[spec] is None else quantize(part, SPECS[spec])
+        return scaled_matmul(a, w, out_dtype=torch.float32, **options)
+
+    whole = product(x, row_block=16)
+    torch.testing.assert_close(whole, product(x), rtol=1e-5, atol=1e-4)
+    for start in (0, 40 - rows):
+        part = product(x[start : start + rows], row_block=16)
+        assert torch.equal(part, whole[start : start + rows])
+    with pytest.raises(ValueError, match="row_block is for the reference"):
+        product(x, row_block=16, implementation="hopper")

@@ -15,9 +15,9 @@ from pretrain.__main__ import main as pretrain
 from pretrain.conversion.importing import ImportOptions, import_folder
 from pretrain.conversion.opened import open_checkpoint
 from pretrain.conversion.packing import PackOptions, export_packed, open_packing
+from pretrain.generation.opened import OpenedModel
 from tests.toy import make_toy, toy_config
 from tools import convert
-from tools.generate import Generator
 
 FILE = "model.safetensors"
 MOE = {"moe_router_load_balancing_type": "none", "add_bias_linear": False}
@@ -72,10 +72,10 @@ def export(checkpoints, place, **options):
 
 def trainers_codes(checkpoints, folder):
     """{linear layer: codes of fprop.w by expert}, from a model that computes as in training."""
-    generator = Generator(checkpoints, write_tokenizer(folder))
-    generator.logits_of(torch.arange(1, 31)[None])
+    opened = OpenedModel(checkpoints, write_tokenizer(folder))
+    opened.full_logits(torch.arange(1, 31)[None])
     found = {}
-    for module in generator.model.modules():
+    for module in opened.model.modules():
         if getattr(module, "gemm_name", ""):
             entries = module.weight_codes._entries
             codes = {key[1]: e.codes for key, e in entries.items() if key[0] == "fprop.w"}

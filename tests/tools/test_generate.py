@@ -1,79 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-import math
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 
 from fused_ops.errors import ConfigError
-from pretrain.__main__ import main as pretrain
+from models.generation.sampling import Sampling
 from pretrain.data.config import DataConfig, SourceConfig
 from pretrain.data.dataset import open_validation
 from pretrain.data.loader import BatchOptions, ValidLoader
+from pretrain.generation.opened import OpenedModel, find_tokenizer
 from pretrain.history import read_metrics
 from pretrain.initialize import shut_down
-from tests.toy import make_toy, toy_config
-from tools.generate import Generator, Sampling, choose, find_tokenizer, main, sample_tokens
-
-LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0])
-
-
-def draws(sampling: Sampling, count: int = 2000) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sampling.seed)
-    picked = [choose(LOGITS, sampling, generator) for _ in range(count)]
-    return torch.bincount(torch.tensor(picked), minlength=4) / count
-
-
-def test_temperature_zero_takes_the_likeliest():
-    assert draws(Sampling(temperature=0), 20).tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_temperature_scales_the_logits(temperature):
-    expected = (LOGITS / temperature).softmax(0)
-    # Four standard deviations of a share of 2000 draws.
-    bound = 4 * math.sqrt(0.25 / 2000)
-    found = draws(Sampling(temperature=temperature, top_k=0, seed=1))
-    assert (found - expected).abs().max() < bound
-
-
-def test_top_k_leaves_the_others_out():
-    found = draws(Sampling(temperature=1.0, top_k=2))
-    assert found[0] == found[3] == 0
-    assert abs(found[1] - torch.tensor([3.0, 2.0]).softmax(0)[0]) < 0.04
-
-
-def test_tokens_follow_their_text_and_end_at_the_end_of_document():
-    seen = []
-
-    def counting(ids: torch.Tensor) -> torch.Tensor:
-        seen.append(ids.tolist()[0])
-        return torch.nn.functional.one_hot(ids[0, -1] + 1, 10).float()
-
-    greedy = Sampling(temperature=0)
-    assert list(sample_tokens(counting, [3], 3, greedy)) == [4, 5, 6]
-    assert seen == [[3], [3, 4], [3, 4, 5]]
-    assert list(sample_tokens(counting, [3], 9, greedy, stop=6)) == [4, 5]
+from tests.pretrain.generation_run import words_run
+from tools.generate import main
 
 
 def test_the_tokenizer_lies_beside_the_data(tmp_path):
     (tmp_path / "train").mkdir()
     source = SourceConfig(path=str(tmp_path / "train"))
     with pytest.raises(ConfigError, match=r"beside the run's data.*--tokenizer FILE"):
-        find_tokenizer(DataConfig(train=[source]), None)
+        find_tokenizer(tmp_path, DataConfig(train=[source]), None)
     with pytest.raises(ConfigError, match="must be readable"):
-        find_tokenizer(DataConfig(train=str(tmp_path)), tmp_path / "none.json")
+        find_tokenizer(tmp_path, DataConfig(train=str(tmp_path)), tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokens", "0", "--top-k", "-1"], ("--tokens must be", "--top-k must not")),
+        (
+            ["--tokens", "0", "--top-k", "-1", "--top-p", "0", "--prompts", "none.txt"],
+            ("--tokens must be", "--top-k must not", "--top-p must", "--prompts must be a file"),
+        ),
         ([], ("CKPT_DIR must hold a checkpoint",)),
     ],
 )
@@ -87,25 +52,12 @@ def test_mistakes_are_said_at_once(tmp_path, capsys, words, said):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of a few steps in NVFP4, with a tokenizer of 128 words beside its data."""
-    folder = make_toy(tmp_path_factory.mktemp("toy"))
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 128)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w1"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    sections = {
-        "run": {"name": "words"},
-        "train": {"steps": 5, "dtype": "bf16", "eval_batches": 1},
-        "precision": {"recipe": "nvfp4"},
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(toy_config(folder, "M*-E", **sections)))
-    assert pretrain([str(path)]) == 0
-    return folder / "runs" / "words" / "checkpoints"
+    return words_run(tmp_path_factory.mktemp("toy"), "M*-E", dtype="bf16", recipe="nvfp4")
 
 
 def test_the_model_is_the_trained_one(trained):
     """Its loss on the validation batch is the one that the run ended with."""
-    run = Generator(trained, None)
+    run = OpenedModel(trained)
     data, length = run.config.data, run.config.model.seq_length
     sizes = {"global_batch_size": 8, "micro_batch_size": 4, "dp_rank": 0, "dp_size": 1}
     valid = open_validation(data, length, 128)[""]
@@ -128,8 +80,60 @@ def test_text_from_a_run_and_from_one_step(trained, capsys):
     assert first.startswith("w5 w6")
     assert 2 < len(first.split()) <= 10
     assert all(word[0] == "w" for word in first.split())
-    run = Generator(trained, None)
-    texts = ["".join(run.text("w5 w6", 8, Sampling(1.0, 0, seed))) for seed in (0, 1, 2)]
+    run = OpenedModel(trained)
+    texts = []
+    for seed in (0, 1, 2):
+        pieces = run.continue_texts(["w5 w6"], 8, Sampling(1.0, 0, seed=seed))
+        texts.append("".join(piece for _, piece in pieces))
     assert f"w5 w6{texts[0]}\n" == first, "the same seed gives the same text"
     assert len(set(texts)) == 3, "another seed gives another text"
     shut_down()
+
+
+def test_several_prompts_go_together(trained, tmp_path, capsys):
+    more = tmp_path / "prompts.txt"
+    more.write_text("w9\n\nw3 w4 w5\n")
+    words = ["--prompt", "w5 w6", "--prompts", str(more), "--tokens", "40", "--temperature", "0"]
+    assert main([str(trained), *words, "--batch-invariant"]) == 2, "the run's nvfp4 has one amax"
+    assert "shares an amax with others" in capsys.readouterr().err
+    words += ["--batch-invariant", "precision.recipe=nvfp4_pow2"]
+    assert main([str(trained), *words]) == 0
+    printed = capsys.readouterr()
+    assert "up to 44 tokens, and the model was trained on 32" in printed.err
+    texts = [text.partition("] ")[2] for text in printed.out.strip().split("\n\n")]
+    assert len(texts) == 3
+    for prompt, text in zip(("w5 w6", "w9", "w3 w4 w5"), texts):
+        assert text.startswith(prompt)
+        assert main([str(trained), "--prompt", prompt, *words[4:]]) == 0
+        assert capsys.readouterr().out.strip() == text, "alone it says the same"
+
+
+def carry(trained, folder, framed, **stated):
+    """The checkpoint as an import would leave it: with the small files of a model folder."""
+    step = folder / "step_00000005"
+    shutil.copytree(trained / "step_00000005", step)
+    words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 128)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    if framed:
+        tokenizer.post_processor = TemplateProcessing(
+            "<s> $A </s>", None, [("<s>", 0), ("</s>", 1)]
+        )
+    tokenizer.save(str(step / "hf.tokenizer.json"))
+    (step / "hf.config.json").write_text(json.dumps(stated))
+    return step
+
+
+def test_the_tokenizer_of_a_converted_checkpoint_is_used(trained, tmp_path):
+    step = carry(trained, tmp_path / "a", True, eos_token_id=[1, 9])
+    found = find_tokenizer(step, DataConfig(train="-"), None)
+    assert found.prompt("w5 w6") == [0, 5, 6], "its family begins with <s>"
+    assert found.stop == {1, 9}, "config.json says what ends a text"
+    run = OpenedModel(step)
+    assert run.tokenizer.encoder.tokenizer.get_vocab()["</s>"] == 1
+    shut_down()
+    step = carry(trained, tmp_path / "b", False)
+    found = find_tokenizer(step, DataConfig(train="-"), None)
+    assert found.prompt("w5 w6") == [5, 6]
+    assert found.prompt("") == [1], "something must come first"
+    assert found.stop == {1}, "by its name"

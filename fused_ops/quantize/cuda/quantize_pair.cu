@@ -470,6 +470,7 @@ struct Output {
   uint8_t* scales;
   float* used;
   int* counts;
+  const int64_t* key;  // two words in device memory; null: k0, k1
   uint32_t k0, k1;
 };
 
@@ -480,6 +481,11 @@ struct Arguments {
   int64_t rows, cols;
   uint32_t row0, col0;
 };
+
+__device__ uint2 key_of(const Output& p) {
+  if (p.key == nullptr) return make_uint2(p.k0, p.k1);
+  return make_uint2(uint32_t(__ldg(p.key)), uint32_t(__ldg(p.key + 1)));
+}
 
 // ---- the kernel ----------------------------------------------------------------------------------
 
@@ -498,6 +504,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) 
   }
 
   const Tensor row_tensor = tensor_of<R_POW2>(*p.row.amax, R_NUMERATOR);
+  const uint2 row_key = R_SR ? key_of(p.row) : make_uint2(0, 0);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * 8; i += kThreads) {
     const int r = i / 8, g = i % 8;
@@ -522,7 +529,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) 
     uint4 random = make_uint4(0, 0, 0, 0);
     if (R_SR) {
       random = philox(
-          p.row.k0, p.row.k1, uint32_t(row) + p.row0, uint32_t(col / 16) + p.col0 / 16);
+          row_key.x, row_key.y, uint32_t(row) + p.row0, uint32_t(col / 16) + p.col0 / 16);
     }
     uint32_t out[kRowWords];
     encode<R_FORM, R_SHIFT, R_SR>(v, block, bits, random, out);
@@ -534,6 +541,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) 
   __syncthreads();
 
   const Tensor column_tensor = tensor_of<C_POW2>(*p.column.amax, C_NUMERATOR);
+  const uint2 column_key = C_SR ? key_of(p.column) : make_uint2(0, 0);
   const int word = threadIdx.x % kWords, part = threadIdx.x / kWords;
   const int64_t col = first_col + 2 * word, block_row = first_row / 16 + part;
   const bool inside = block_row * 16 < p.rows && col < p.cols;
@@ -552,7 +560,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) 
     uint4 random = make_uint4(0, 0, 0, 0);
     if (C_SR) {
       random = philox(
-          p.column.k0, p.column.k1, uint32_t(col + half) + p.col0,
+          column_key.x, column_key.y, uint32_t(col + half) + p.col0,
           uint32_t(block_row) + p.row0 / 16);
     }
     uint32_t out[kColWords];
@@ -594,19 +602,20 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) 
 
 }  // namespace
 
-// pointers: x, signs, then of the row and of the column operand amax, main, scales, used, counts.
-// numbers: rows, cols, row0, col0, and both keys. Returns the launch's cudaError_t.
+// pointers: x, signs, then of the row and of the column operand amax, main, scales, used, counts,
+// key (null where numbers hold it). numbers: rows, cols, row0, col0, and both keys. Returns the
+// launch's cudaError_t.
 extern "C" int nibble_quantize_pair(void* stream, void* const* pointers, const int64_t* numbers) {
   Arguments p;
   p.x = static_cast<const uint4*>(pointers[0]);
   p.signs = static_cast<const float*>(pointers[1]);
   Output* outputs[2] = {&p.row, &p.column};
   for (int i = 0; i < 2; ++i) {
-    void* const* from = pointers + 2 + 5 * i;
+    void* const* from = pointers + 2 + 6 * i;
     *outputs[i] = Output{
         static_cast<const float*>(from[0]), static_cast<uint8_t*>(from[1]),
         static_cast<uint8_t*>(from[2]), static_cast<float*>(from[3]), static_cast<int*>(from[4]),
-        uint32_t(numbers[4 + 2 * i]), uint32_t(numbers[5 + 2 * i])};
+        static_cast<const int64_t*>(from[5]), uint32_t(numbers[4 + 2 * i]), uint32_t(numbers[5 + 2 * i])};
   }
   p.rows = numbers[0];
   p.cols = numbers[1];
