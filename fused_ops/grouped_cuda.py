@@ -41,6 +41,8 @@ def reason(x: Tensor, weight: Tensor, call: LinearCall) -> str | None:
         return found
     if call.observer is not None or call.check_finite or call.implementation is not None:
         return "operands are observed, checked at once, or of a forced implementation"
+    if call.row_block is not None or call.key.table is not None:
+        return "the product goes by blocks of rows, or keys are in device memory"
     if x.dtype != torch.bfloat16:
         return f"bf16 only, got {x.dtype}"
     if weight.shape[1] % 16 or weight.shape[2] % 16:
@@ -284,6 +286,10 @@ def _inner_product(
     out: Tensor,
 ) -> None:  # fmt: skip
     """wgrad, into `out` or added to it: fp32 or bf16 [experts, out, in]."""
+    if groups.rows == 0:
+        if not call.main_grad:
+            out.zero_()
+        return
     form = _form(call, "wgrad")
     (left, shift), (right, owed) = _matrix(dy, form), _matrix(x, form)
     padded = not isinstance(dy, Tensor)

@@ -332,9 +332,10 @@ def _grouped_quantizers() -> list[Variant]:
         )
     }  # fmt: skip
     for pair in _pairs():
-        if pair.kernel != "quantize_pair":
+        if pair.kernel != "quantize_pair" or pair.constants["KEY_ON_DEVICE"]:
             continue
-        constants = {k: v for k, v in pair.constants.items() if k != "BLOCKS"}
+        unknown = ("BLOCKS", "KEY_ON_DEVICE")
+        constants = {k: v for k, v in pair.constants.items() if k not in unknown}
         constants |= {"ROW": True, "COLUMN": True, "TILE": False}
         found.append(Variant("grouped_quantize", pair.label, constants, pair.warps, pointers))
     tile = found[1].constants | {

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inline PTX of the quantizers in numpy, so that Triton's interpreter runs them truthfully.
 
-The interpreter refuses inline assembly, rounds E4M3 wrongly and does not fuse; here each snippet
+The interpreter refuses inline assembly, rounds FP8 wrongly and does not fuse; here each snippet
 is recognised by its text and computed, and the conversions are replaced by torch's.
 """
 
+import importlib
 import importlib.util
 import sys
 
@@ -122,6 +123,8 @@ def emulate(monkeypatch):
 
     import fused_ops.quantize as package
 
+    for name in MODULES:  # as they are otherwise, before any is seen by the interpreter alone
+        importlib.import_module(f"fused_ops.{name}")
     interpret(monkeypatch, package)
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
@@ -136,6 +139,9 @@ def emulate(monkeypatch):
     def convert(original, self, src, target, *_mode):
         if target.scalar == tl.float8e4nv:
             return handle(_e4m3(src.data), target.scalar)
+        if target.scalar == tl.float8e5:
+            near = torch.from_numpy(np.array(src.data)).to(torch.float8_e5m2)
+            return handle(near.view(torch.uint8).numpy(), target.scalar)
         if src.dtype.scalar == tl.float8e4nv and target.scalar == tl.float32:
             bytes_ = torch.from_numpy(src.data.view(np.uint8)).view(torch.float8_e4m3fn)
             return handle(bytes_.float().numpy(), target.scalar)

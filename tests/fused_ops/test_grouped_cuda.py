@@ -14,7 +14,7 @@ import torch
 from fused_ops import grouped_cuda
 from fused_ops.grouped_linear import _experts, grouped_linear
 from fused_ops.groups import groups_of
-from fused_ops.keys import StreamKey
+from fused_ops.keys import KeyTable, StreamKey
 from fused_ops.linear_call import LinearCall, LocalComm, Runs
 from fused_ops.operands import quantize_operand, weight_operand
 from fused_ops.recipe import RECIPES
@@ -429,7 +429,7 @@ def test_recipes_that_go_one_by_one(name):
     why = grouped_cuda.recipe_reason(fitting(recipe=RECIPES[name]))
     if name == "nvfp4_4over6":
         # Square tiles with a choice of scales: the weight's.
-        assert "fprop.w is nvfp4 16x16 4over6_mse" in why
+        assert "fprop.w is 'nvfp4 16x16 4over6_mse'" in why
     else:
         assert why is not None
 
@@ -452,6 +452,9 @@ def test_reasons(monkeypatch):
     assert grouped_cuda.reason(x[:0], weight, fitting()) is None
     assert "forced" in grouped_cuda.reason(x, weight, fitting(implementation="reference"))
     assert "observed" in grouped_cuda.reason(x, weight, fitting(observer=object()))
+    assert "blocks of rows" in grouped_cuda.reason(x, weight, fitting(row_block=64))
+    table = replace(KEY, table=KeyTable("cpu"))
+    assert "device memory" in grouped_cuda.reason(x, weight, fitting(key=table))
     assert "checked at once" in grouped_cuda.reason(x, weight, fitting(check_finite=True))
     assert "bf16 only, got torch.float32" in grouped_cuda.reason(x.float(), weight, fitting())
     assert "(1, 64, 40)" in grouped_cuda.reason(x, weight[:, :, :40], fitting())
