@@ -106,6 +106,7 @@ def check(tensors, name, codes, scales, factor):
     assert tensors[f"{name}.weight_scale_2"] == factor, name
 
 
+@pytest.mark.slow
 def test_rows_cut_through_tiles_leave_as_the_ranks_have_them(folder, tmp_path):
     run = train(folder, "gated", "*-*E", FIELDS, {"recipe": "nvfp4"})
     done = export(run, tmp_path / "out")
@@ -140,6 +141,7 @@ def test_rows_cut_through_tiles_leave_as_the_ranks_have_them(folder, tmp_path):
     assert not torch.equal(other[name].view(torch.uint8), tensors[name].view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_parts_of_a_mamba_projection(folder, tmp_path):
     run = train(folder, "hybrid", "M-*M", NEMOTRON, {"recipe": "nvfp4"}, position_embedding="none")
     done = export(run, tmp_path / "out")

@@ -72,6 +72,12 @@ def test_mistakes_are_exit_status_2(folder, checkpoints, tmp_path, capsys):
     assert "CKPT_DIR must be new" in capsys.readouterr().err
     assert convert.main(["export", str(tmp_path), str(tmp_path / "h")]) == 2
     assert "CKPT_DIR must hold a checkpoint" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for pickle, says in ((None, "it holds none"), ("pytorch_model.bin", "is a pickle, which can")):
+        if pickle is not None:
+            (tmp_path / pickle).write_bytes(b"")
+        assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
+        assert says in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors")
     assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
