@@ -172,6 +172,7 @@ class PrecisionPlan:
             module.gemm_name = name
             module.precision_state = state
             module.amax_scope = self.config.amax_scope
+            module.communicate = self.config.communicate
             self._bound.append((name, module))
         self._state = state
         self._hand_out()

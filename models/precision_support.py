@@ -19,11 +19,6 @@ REFERENCES = ("reference", "blackwell_model")
 def support_problems(config: PrecisionConfig) -> list[str]:
     """Settings that this version does not carry out."""
     problems = []
-    if config.communicate == "packed":
-        problems.append(
-            "precision.communicate packed is not available: sequence-parallel gathers move BF16 "
-            "and quantize afterwards; use bf16"
-        )
     if config.backend != "fused_ops":
         problems.append(
             f"precision.backend {config.backend} is not available: the linear layers compute with "

@@ -31,6 +31,7 @@ from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import LogConfig, log_config_problems
+from pretrain.monitor_config import MonitorConfig
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 from pretrain.redact import mask_secrets
 
@@ -133,6 +134,7 @@ class PretrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 
 def load_config(

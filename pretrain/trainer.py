@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
+from models.gather_bytes import plan_gathers
+from models.precision_table import run_format
 from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
@@ -32,6 +34,7 @@ from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
+from pretrain.numerics_monitor import NumericsMonitor
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
@@ -361,6 +364,14 @@ class Trainer:
                 share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
                 log.info("blend: %s of the samples from %s", share, shards.directory)
 
+    def _tell_gathers(self) -> None:
+        """What moves as codes, and what does not."""
+        precision, plan = self.config.precision, self.engine.plan
+        if precision.communicate == "packed":
+            moved = plan_gathers(plan, self.config.train.micro_batch_size)
+            for line in moved.lines(precision.communicate, run_format(plan.shape.config)):
+                log.info("%s", line)
+
     def _tell_consumed(self) -> None:
         """What was read of each source of a blend."""
         if self.world.is_main and len(self.dataset.shards) > 1:
@@ -376,6 +387,7 @@ class Trainer:
             (run_dir / "precision.json").write_text(table)
             write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
             report_absences()
+            self._tell_gathers()
             if shadowed := cudnn_shadow():
                 log.warning("%s", shadowed)
         metrics = MetricsLogger(
@@ -391,6 +403,11 @@ class Trainer:
         self.callbacks.append(Record(metrics, progress))
         if config.log.throughput_window:
             self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
+        if config.monitor.interval:
+            show = metrics.show if main else None
+            self.callbacks.append(
+                NumericsMonitor(config.monitor, self.engine, run_dir, resumed_step, show)
+            )
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:

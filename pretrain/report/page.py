@@ -21,9 +21,9 @@ import yaml
 from pretrain.data.manifest import load_manifest
 from pretrain.data.stats import unigram_entropy
 from pretrain.environment import ENVIRONMENT_FILE
-from pretrain.history import METRICS_FILE, Row, split_lines
+from pretrain.history import METRICS_FILE, NUMERICS_FILE, Row, read_metrics, split_lines
 from pretrain.redact import mask_secrets, mask_text
-from pretrain.report import sections
+from pretrain.report import numerics, sections
 
 REPORT_FILE = "report.html"
 _COUNTED_TOKENS = 20_000_000
@@ -61,6 +61,7 @@ class Run:
     config_text: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
+    numerics: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     updated: float | None = None
     unigram_entropy: float | None = None
@@ -100,6 +101,8 @@ def load_run(run_dir: Path | str) -> Run:
     precision = _text(run, folder / "precision.json")
     found = _parsed(run, "precision.json", precision, _precision)
     run.precision = found or {}
+    if (folder / NUMERICS_FILE).exists():
+        run.numerics = read_metrics(folder / NUMERICS_FILE)
     run.unigram_entropy = _unigram_entropy(run.config or {})
     return run
 
@@ -111,6 +114,7 @@ def render_page(run: Run) -> str:
         sections.tiles(run),
         sections.curves(run),
         sections.precision(run),
+        numerics.section(run.numerics),
         sections.events(run),
         sections.environment(run),
         sections.configuration(run),
