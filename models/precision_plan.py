@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_ops.errors import ConfigError
-from fused_ops.recipe import GemmRecipe
+from fused_ops.keys import OPERANDS
+from fused_ops.recipe import RECIPES, GemmRecipe, is_quantized
 from models import delayed
 from models.flops import ModelShape
 from models.gemms import GemmShape
@@ -186,8 +188,26 @@ class PrecisionPlan:
         """After the backward passes of a step: delayed scales move on, shared over `groups`."""
         delayed.end_step(self._bound, groups)
 
-    def _hand_out(self) -> None:
-        recipes = self.recipes()
+    @contextlib.contextmanager
+    def without_quantization(self) -> Iterator[None]:
+        """Inside, every GEMM keeps the dtype of its tensors; what the plan says comes back."""
+        self._hand_out(dict.fromkeys(self.recipes(), RECIPES["bf16"]))
+        try:
+            yield
+        finally:
+            self._hand_out()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some operand of some GEMM is made of codes now."""
+        return any(
+            is_quantized(recipe.spec(*name.split(".")))
+            for recipe in set(self.recipes().values())
+            for name in OPERANDS
+        )
+
+    def _hand_out(self, recipes: Mapping[str, GemmRecipe] | None = None) -> None:
+        recipes = self.recipes() if recipes is None else recipes
         for name, module in self._bound:
             if module.recipe != recipes[name]:
                 module.recipe = recipes[name]

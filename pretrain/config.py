@@ -86,6 +86,9 @@ class TrainConfig:
     """Steps between evaluations; 0 evaluates only at the end, where there is validation data."""
     eval_batches: int = Field(default=8, ge=1)
     """Global batches of each validation set that an evaluation reads; always the same ones."""
+    eval_also_bf16: bool = False
+    """Validate twice: with the run's own forward pass (`val_loss`), and with no GEMM quantized
+    (`val_loss_bf16`), as the weights would be served in 16 bits."""
     dry_run: bool = False
     """Print the precision of every GEMM and stop before anything is trained."""
     profile_steps: list[int] = field(default_factory=list)

@@ -5,8 +5,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ from pretrain.config_file import encode
 from pretrain.cuda_graph import leave_default_stream
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
-from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.data.loader import BatchOptions, TrainLoader, ValidLoader
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
+from pretrain.environment import (
+    cudnn_shadow,
+    git_state,
+    peak_memory_gib,
+    report_absences,
+    write_environment,
+)
 from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
@@ -208,6 +215,7 @@ class Trainer:
             "tokens_per_s": tokens / seconds,
             "seconds": seconds,
             "skipped": int(not result.updated),
+            "memory_gib": peak_memory_gib(self.world.device),
         }
         if self.config.train.dtype == "fp16":
             row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
@@ -241,12 +249,14 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self.validation:
             return
-        count = self.config.train.eval_batches
-        sets: dict[str, Iterator[list[MicroBatch]]] = {
-            name: loader.batches(count) for name, loader in self.validation.items()
+        train = self.config.train
+        sets = {
+            name: partial(loader.batches, train.eval_batches)
+            for name, loader in self.validation.items()
         }
         self.each("on_phase", "evaluate")
-        row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
+        losses = evaluate_sets(self.engine, sets, train.eval_also_bf16)
+        row = {"step": self.state.step, "tokens": self.state.consumed_tokens, **losses}
         self.each("on_eval", row)
 
     def _evaluate_at_end(self) -> None:
