@@ -201,13 +201,13 @@ def wgrad_input(
 
     High precision from the forward operand stays in the forward's codes until wgrad reads it.
     """
-    spec = call.spec("wgrad.x")
+    spec, source = call.spec("wgrad.x"), x
     if spec.source == "forward" and not isinstance(forward, Tensor):
         if not is_quantized(spec):
             return forward
         assert isinstance(forward, QuantizedTensor), "the forward operand is kept in codes"
-        x = forward.dequantize()
-    operand = quantize_operand(call, "wgrad.x", x, columns=True, amax=amax)
+        source = forward.dequantize()
+    operand = quantize_operand(call, "wgrad.x", source, columns=True, amax=amax)
     observe(call, "wgrad.x", x, operand)
     return operand
 

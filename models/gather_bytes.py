@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sequence-parallel gathers of linear layers move, from the configuration alone.
+"""What gathers of linear layers and the way to experts move, from the configuration alone.
 
 Column layers gather X in the forward (and again in the backward where wgrad reads it as it is, or
 where its column codes move), row layers dY in the backward. Counted are the bytes that a rank
@@ -16,9 +16,11 @@ from fused_ops.codecs import roundup
 from fused_ops.formats import OperandSpec
 from fused_ops.linear import input_operands
 from fused_ops.recipe import GemmRecipe
+from models.dispatch import dispatch_reason
 from models.gather import ALIGNED, packing_reason, runs_along_tokens
 from models.gemms import GemmShape
 from models.memory import DUPLICATED, ROW_PARALLEL, is_expert
+from models.precision_table import run_format
 
 if TYPE_CHECKING:
     from models.precision_plan import PrecisionPlan
@@ -47,18 +49,13 @@ class Gathers:
             communicate: `precision.communicate`.
             high: name of the dtype of activations.
         """
+        if not self.high:
+            return []
         if communicate != "packed":
-            if not self.high:
-                return []
             return [
                 f"sequence-parallel gathers of all layers bring a rank {_mib(self.high)} a "
                 f"micro-batch in {high}; precision.communicate=packed would bring "
                 f"{_mib(self.packed)}"
-            ]
-        if not self.high:
-            return [
-                "precision.communicate packed changes nothing here: without tensor parallelism and "
-                "parallel.sequence_parallel no tokens are gathered"
             ]
         found = [
             f"sequence-parallel gathers of all layers bring a rank {_mib(self.packed)} a "
@@ -72,7 +69,50 @@ class Gathers:
         return found
 
 
-def _mib(size: int) -> str:
+def communication_lines(plan: "PrecisionPlan", micro_batch_size: int) -> list[str]:
+    """For a log: what gathers and dispatch move, and what `communicate: packed` leaves as it is."""
+    how, high = plan.config.communicate, run_format(plan.shape.config)
+    found = plan_gathers(plan, micro_batch_size).lines(how, high)
+    dispatch = _dispatch_lines(plan, micro_batch_size, high)
+    if how == "packed" and not found and not dispatch:
+        return [
+            "precision.communicate packed changes nothing here: no tokens are gathered (tensor "
+            "parallelism with parallel.sequence_parallel) or sent to experts of other ranks"
+        ]
+    return found + dispatch
+
+
+def _dispatch_lines(plan: "PrecisionPlan", micro_batch_size: int, high: str) -> list[str]:
+    """Tokens on their way to experts of other ranks, evenly loaded; nothing is said of BF16."""
+    config, ranks = plan.shape.config, plan.shape.config.expert_model_parallel_size
+    first = [m for m in plan.modules if m.name.endswith("experts.linear_fc1") and is_expert(m)]
+    if ranks == 1 or plan.config.communicate != "packed":
+        return []
+    tokens = micro_batch_size * plan.shape.seq_length // config.context_parallel_size
+    tokens //= config.tensor_model_parallel_size if config.sequence_parallel else 1
+    before = after = 0.0
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for module in first:
+        reason = dispatch_reason(plan.recipe(module.name), module.k)
+        if config.moe_token_dispatcher_type != "alltoall":
+            reason = "model.megatron.moe_token_dispatcher_type is not alltoall"
+        away = tokens * module.calls * module.k * (ranks - 1) / ranks
+        before += away * config.params_dtype.itemsize
+        after += away * (config.params_dtype.itemsize if reason else 0.5625)
+        if reason:
+            reasons[reason].append(module.name)
+    return [
+        f"tokens on their way to experts, all layers, evenly loaded: {_mib(after)} a micro-batch "
+        f"and rank, {after / before:.2f} of the {_mib(before)} in {high}",
+        *(
+            f"precision.communicate packed: dispatch of {len(modules)} layers stays in {high}: "
+            f"{reason} (first {modules[0]})"
+            for reason, modules in reasons.items()
+        ),
+    ]
+
+
+def _mib(size: float) -> str:
     return f"{size / 2.0**20:,.1f} MiB"
 
 

@@ -19,6 +19,7 @@ from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
 from models.comm import TensorParallelComm, is_distributed, token_count
+from models.te_linear import TransformerEngineGemm
 
 if TYPE_CHECKING:
     from models.precision import PrecisionState
@@ -55,6 +56,16 @@ class GemmModule:
         # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
         # may have written the weight through the flat buffer behind it, which no counter shows.
         self.is_first_microbatch = True
+        self.backend = "fused_ops"
+        self._other: TransformerEngineGemm | None = None
+
+    def other_backend(self, weight: Any) -> TransformerEngineGemm | None:
+        """Who computes these GEMMs instead of fused_ops; None: nobody."""
+        if self.backend == "fused_ops":
+            return None
+        if self._other is None:
+            self._other = TransformerEngineGemm(weight)
+        return self._other
 
     def gemm_call(self, weight: Tensor, comm: Comm, first_expert: int = 0) -> LinearCall:
         """How the GEMMs of this forward pass, and of its backward pass, compute."""
@@ -116,6 +127,12 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
         sequence_parallel: bool = False,
         **unused: Any,
     ) -> Tensor:
+        other = self.other_backend(weight)
+        if other is not None:
+            return other(
+                input, bias, self.recipe, tp_group=self.tp_group, gather_tokens=sequence_parallel,
+                all_reduce_input_grad=allreduce_dgrad,
+            )  # fmt: skip
         comm = TensorParallelComm(
             kind="column",
             recipe=self.recipe,
@@ -215,6 +232,9 @@ class RowParallelLinear(GemmModule, layers.RowParallelLinear):
         scatter_tokens: bool = False,
         **unused: Any,
     ) -> Tensor:
+        other = self.other_backend(weight)
+        if other is not None:
+            return other(input, bias, self.recipe)
         assert bias is None or not scatter_tokens, "a bias is added to the sum"
         comm = TensorParallelComm(
             kind="row",
@@ -252,6 +272,9 @@ class DuplicatedLinear(GemmModule, torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., in] -> [..., out]; the second value is megatron-core's bias."""
+        other = self.other_backend(self.weight)
+        if other is not None:
+            return other(x, None, self.recipe), None
         comm = TensorParallelComm(
             kind="duplicated",
             recipe=self.recipe,

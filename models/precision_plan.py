@@ -31,7 +31,7 @@ from models.precision_rules import (
     schedule_problems,
     step_rule,
 )
-from models.precision_support import reference_problems, support_problems
+from models.precision_support import backend_problems, reference_problems
 from models.precision_table import (
     dimension_notes,
     dtype_notes,
@@ -69,7 +69,7 @@ class PrecisionPlan:
         self.phase = PRETRAINING
         self.consumed_samples = 0
         layers = parse_pattern(shape.pattern).layers
-        problems = support_problems(config)
+        problems: list[str] = []
         self._phases = {PRETRAINING: resolve(config, self.modules, layers)}
         for phase in PHASES[2:]:
             self._phases[phase] = resolve(config, self.modules, layers, phase)
@@ -80,6 +80,7 @@ class PrecisionPlan:
         self._add_stages(len(layers), problems)
         used = {recipe for r in self._phases.values() for recipe in r.recipes.values()}
         used |= {recipe for stage in self._stages for recipe in stage.values()}
+        problems += backend_problems(config, used, [module.name for module in self.modules])
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         problems += reference_problems(config, used, device)
         if problems:
@@ -174,6 +175,7 @@ class PrecisionPlan:
             module.gemm_name = name
             module.precision_state = state
             module.amax_scope = self.config.amax_scope
+            module.backend = self.config.backend
             module.communicate = self.config.communicate
             self._bound.append((name, module))
         self._state = state

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
+from models import te_linear
 from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
 from models.config_checks import above_and_below
 from models.precision import PrecisionPlan, plan_precision
@@ -270,6 +271,14 @@ def _precision_problems(config: PretrainConfig) -> list[str]:
     return []
 
 
+def _recipe_names(config: PretrainConfig) -> set[str]:
+    """Recipes in use, of a plan without problems."""
+    try:
+        return {recipe.name for recipe in precision_plan(config).recipes().values()}
+    except ConfigError:
+        return set()
+
+
 def start_problems(config: PretrainConfig, world: int) -> list[str]:
     """What this start of the run lacks, with `world` processes."""
     return [
@@ -339,6 +348,8 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
             f"train.cuda_graph_impl={config.train.cuda_graph_impl} needs a GPU; this run computes "
             "on a CPU; set it to none"
         )
+    if config.precision.backend == "transformer_engine":
+        found += te_linear.machine_problems(_recipe_names(config))
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
     vocab, remote = config.model.vocab_size, Remote(config.data)

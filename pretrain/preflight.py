@@ -13,7 +13,7 @@ from fused_ops.errors import ConfigError
 from fused_ops.recipe import GemmRecipe
 from models.config import ParallelConfig, padded_vocab_size, transformer_config
 from models.flops import ModelShape, ParameterCount, count_parameters, flops_per_token
-from models.gather_bytes import plan_gathers
+from models.gather_bytes import communication_lines, plan_gathers
 from models.memory import (
     Sharing,
     code_bytes,
@@ -24,7 +24,6 @@ from models.memory import (
 )
 from models.pattern import parse_pattern, staged_pattern
 from models.precision_plan import PrecisionPlan
-from models.precision_table import run_format
 from models.saved import Layout, saved_bytes
 from models.throughput import Device, StepTime, TokenTime, step_time, token_time
 from pretrain.checkpoint.compare import compare, override_config
@@ -243,7 +242,7 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
     result.flops = sum(flops_per_token(shape).values())
     result.notes += plan.notes() + _isolation_notes(config, plan) + _capacity_notes(config)
     moved, how = plan_gathers(plan, train.micro_batch_size), config.precision.communicate
-    result.notes += moved.lines(how, run_format(shape.config))
+    result.notes += communication_lines(plan, train.micro_batch_size)
     recipes = plan.recipes()
     result.memory = [
         rank_memory(config, shape, recipes, world, stage)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from models.gather_bytes import plan_gathers
-from models.precision_table import run_format
+from models.gather_bytes import communication_lines
 from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
@@ -376,10 +375,9 @@ class Trainer:
 
     def _tell_gathers(self) -> None:
         """What moves as codes, and what does not."""
-        precision, plan = self.config.precision, self.engine.plan
-        if precision.communicate == "packed":
-            moved = plan_gathers(plan, self.config.train.micro_batch_size)
-            for line in moved.lines(precision.communicate, run_format(plan.shape.config)):
+        if self.config.precision.communicate == "packed":
+            size = self.config.train.micro_batch_size
+            for line in communication_lines(self.engine.plan, size):
                 log.info("%s", line)
 
     def _tell_consumed(self) -> None:
