@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops.dispatch import outside_graph
 from fused_ops.formats import QuantizedTensor
 from fused_ops.linear import (
     check_shapes,
@@ -56,6 +58,8 @@ def grouped_linear(
     Raises:
         ValueError: shapes, dtypes or counts that do not fit.
     """
+    if is_dynamo_compiling():
+        return outside_graph(grouped_linear, x, weight, tokens_per_expert, call=call)
     counts = [int(n) for n in tokens_per_expert]
     if weight.dim() != 3 or x.dim() != 2:
         raise ValueError(
