@@ -324,7 +324,7 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     return weight if name == "fprop.w" else weight.t()
 
 
-def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
+def variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     """What codes depend on besides the weight; those of dgrad may be made from the forward's."""
     found: list[Any] = []
     for each in dict.fromkeys((name, "fprop.w")):
@@ -340,7 +340,7 @@ def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> Q
     def build() -> QuantizedTensor:
         return _build(call, name, weight.detach(), expert)
 
-    return kept.get((name, expert), weight, call.weights_epoch, _variant(call, name), build)
+    return kept.get((name, expert), weight, call.weights_epoch, variant(call, name), build)
 
 
 def give_weight_codes(

@@ -191,9 +191,10 @@ class PrecisionPlan:
         delayed.end_step(self._bound, groups)
 
     @contextlib.contextmanager
-    def without_quantization(self) -> Iterator[None]:
-        """Inside, every GEMM keeps the dtype of its tensors; what the plan says comes back."""
-        self._hand_out(dict.fromkeys(self.recipes(), RECIPES["bf16"]))
+    def instead(self, recipes: Mapping[str, GemmRecipe]) -> Iterator[None]:
+        """Inside, linear layers have these recipes, and those not named keep the dtype of their
+        tensors; at the end what the plan says comes back."""
+        self._hand_out({**dict.fromkeys(self.recipes(), RECIPES["bf16"]), **recipes})
         try:
             yield
         finally:
