@@ -181,8 +181,9 @@ def grouped_inner(
     col = tile_n * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
     if DESCRIBED:
-        a_block = _describe(a_ptr, m, first + length, stride_a, BY_K, M, K)
-        b_block = _describe(b_ptr, n, first + length, stride_b, BY_K, N, K)
+        end = tl.maximum(first + length, 1)  # of a group without tokens, which reads nothing
+        a_block = _describe(a_ptr, m, end, stride_a, BY_K, M, K)
+        b_block = _describe(b_ptr, n, end, stride_b, BY_K, N, K)
         for step in range(0, tl.cdiv(length, K)):
             a = _fetch(a_block, tile_m * M, first + step * K, BY_K)
             b = _fetch(b_block, tile_n * N, first + step * K, BY_K)
