@@ -359,8 +359,8 @@ def give_weight_codes(
             "recipe that they were made with"
         )
     assert call.weight_codes is not None, "codes are kept by the layer"
-    variant = _variant(call, "fprop.w")
-    call.weight_codes.give(("fprop.w", expert), weight, call.weights_epoch, variant, codes)
+    kind = variant(call, "fprop.w")
+    call.weight_codes.give(("fprop.w", expert), weight, call.weights_epoch, kind, codes)
 
 
 def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:

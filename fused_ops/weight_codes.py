@@ -97,6 +97,11 @@ class WeightCodes:
         identity, storage = _identity(weight, weights_epoch, variant)
         self._entries[name] = _Entry(identity, storage, codes, given=True)
 
+    @property
+    def has_given(self) -> bool:
+        """Whether codes are kept that someone else made."""
+        return any(entry.given for entry in self._entries.values())
+
     def drop(self) -> None:
         """Forgets what was built here: for loads, casts, moves and changes of the weight."""
         self._entries = {name: entry for name, entry in self._entries.items() if entry.given}

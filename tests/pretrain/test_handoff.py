@@ -10,7 +10,9 @@ import threading
 import pytest
 import torch
 
+from fused_ops import grouped_cuda
 from fused_ops.errors import ConfigError
+from fused_ops.linear import LocalComm
 from models.generation import packed_weights
 from models.generation.cached_model import CachedModel
 from models.generation.packed_weights import install_weights, pack_weights, release_weights
@@ -77,6 +79,9 @@ def test_decoded_weights_alone_would_not_do():
     expected = logits(trainer)
     install_weights(sampler, *pack_weights(trainer))
     assert torch.equal(logits(sampler), expected)
+    experts = sampler.decoder.layers[3].mlp.experts.linear_fc1
+    call = experts.gemm_call(experts.weight, LocalComm())
+    assert "handed over" in grouped_cuda.reason(IDS, experts.weight, call), "on a GPU neither"
     release_weights(sampler)
     assert not torch.equal(logits(sampler), expected)
 
