@@ -40,3 +40,14 @@ def test_a_kernel_that_needs_more_shared_memory_than_there_is_fails(monkeypatch,
     monkeypatch.setitem(compile_kernels.SHARED_MEMORY, "sm_120", -1)
     assert compile_kernels.main(["--target", "sm_120", "--only", "amax_flat"]) == 1
     assert "bytes of shared memory, and a program has -1 on sm_120" in capsys.readouterr().out
+
+
+def test_kernels_of_experts_are_listed():
+    """Both kinds of product on both kinds of cores, by descriptors and by pointers."""
+    labels = [v.label for v in compile_kernels.variants() if v.op == "scaled_matmul"]
+    for cores in ("bf16", "fp8"):
+        for how in ("descriptors", "pointers"):
+            assert sum(cores in label and how in label for label in labels) >= 3
+    kernels = {v.kernel for v in compile_kernels.variants()}
+    assert {"grouped_rows", "grouped_inner", "grouped_quantize", "grouped_requantize"} <= kernels
+    assert {"grouped_amax", "grouped_cast_fp8"} <= kernels
