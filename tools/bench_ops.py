@@ -5,19 +5,24 @@
     python -m tools.bench_ops --op glue [--rows 8192]
     python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope|embedding
     python -m tools.bench_ops --op attention
+    python -m tools.bench_ops --op captured --operands OUT.pt [--rows 2048]
 
 glue is all of the last two lines.
 
 Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
 once, outputs written once), and that over the bandwidth of a device copy in the same run.
 Products: TFLOP/s, and over torch's own BF16 product in the same run. Attention: TFLOP/s of what
-the causal rule leaves, of every way that takes the call.
+the causal rule leaves, of every way that takes the call. captured: on tensors of a real step (of
+tools.capture), the errors of products on FP8 cores against the exact product, of the first --rows
+rows of either operand; and, on a GPU, the speed of BF16 products by what the operands hold.
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +33,14 @@ from fused_ops.activation import squared_relu, swiglu
 from fused_ops.attention import DocumentBounds, Visible, attention
 from fused_ops.cross_entropy import cross_entropy
 from fused_ops.embedding import embedding
+from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import operand_amax, quantize, triton_backend
+from fused_ops.quantize import operand_amax, quantize, quantize_decoded, triton_backend
 from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
 from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.testing import assert_bitwise_equal, assert_close
+from pretrain import cpu_compat
 
 KEY = (0x12345678, 0x9ABCDEF0)
 CHECK = (256, 512)
@@ -307,16 +314,93 @@ def bench_attention(rows: int) -> None:
             )
 
 
+def sustained_us(run: Callable[[], object], seconds: float = 0.5) -> float:
+    """Mean microseconds of a call in a row of them so long that the card's power settles."""
+    run()
+    times = max(1, int(seconds * 1e6 / median_us(run)))
+    for _ in range(times // 2):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * float(start.elapsed_time(end)) / times
+
+
+def captured_speed(name: str, layer: dict[str, Tensor], rounds: int = 5) -> None:
+    """torch's BF16 product of the fprop's shape, by what the operands hold; the same kernel."""
+    x, w = (layer[k].cuda().bfloat16().flatten(0, -2).contiguous() for k in ("x", "w"))
+    forms: dict[str, tuple[Tensor, Tensor]] = {}
+    for kind, left, right in (
+        ("random", torch.randn_like(x), torch.randn_like(w)),
+        ("captured", x, w),
+    ):
+        codes = [quantize_decoded(t, _nvfp4(), "bf16").data for t in (left, right)]
+        forms[f"NVFP4 values of {kind}"] = (codes[0], codes[1])
+        forms[kind] = (left, right)
+    times: dict[str, list[float]] = {kind: [] for kind in forms}
+    for _ in range(rounds):  # in turn: clocks drift
+        for kind, (left, right) in forms.items():
+            times[kind].append(sustained_us(lambda a=left, b=right: a @ b.t()))  # type: ignore[misc]
+    base, flops = statistics.median(times["random"]), 2 * x.shape[0] * w.shape[0] * x.shape[1]
+    for kind, found in times.items():
+        time = statistics.median(found)
+        ratios = sorted(r / t for r, t in zip(times["random"], found))
+        print(
+            f"{name + ', BF16 GEMM, ' + kind:72} {time:8.1f} us {flops / time / 1e6:6.0f} TFLOP/s "
+            f"{base / time:6.3f} x random ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            flush=True,
+        )
+
+
+def bench_captured(path: Path, rows: int) -> None:
+    """Errors of products of captured tensors, and on a GPU the speed of BF16 ones."""
+    cpu_compat.enable()
+    from pretrain.captured import load_layers, product_errors, tail
+
+    layers = load_layers(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU: FP32 sums of the reference"
+    print(f"{where}, torch {torch.__version__}; {path}, {rows} rows of either operand")
+    for name, layer in layers.items():
+        print(f"{name}: " + ", ".join(f"{k} {tail(t)}" for k, t in layer.items()))
+        for error in product_errors(name, layer, rows, device):
+            print(
+                f"  {error.gemm:6} {error.way:24} identical {error.identical:8.4%}  "
+                f"largest {error.largest:.1e}  squared {error.squared:.1e}  "
+                f"over the error of 4 bits {error.excess:+7.2%}",
+                flush=True,
+            )
+    if device == "cpu":
+        print("no GPU: the speed of BF16 GEMMs was not measured")
+        return
+    for name, layer in layers.items():
+        captured_speed(name, layer)
+
+
 GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
 AROUND = (*GLUE, "embedding", "attention")
+OPS = ("quantize", "matmul", "glue", "captured", *AROUND)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--op", choices=("quantize", "matmul", "glue", *AROUND), required=True)
-    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--op", choices=OPS, required=True)
+    parser.add_argument("--operands", type=Path, metavar="OUT.pt", help="of tools.capture")
+    parser.add_argument("--rows", type=int, help="default 8192; 2048 of captured operands")
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
     options = parser.parse_args(arguments)
+    if (options.op == "captured") != (options.operands is not None):
+        parser.error("--op captured and --operands OUT.pt go together: give both or none")
+    if options.op == "captured":
+        try:
+            bench_captured(options.operands, options.rows or 2048)
+        except ConfigError as error:
+            parser.error(str(error))
+        return 0
+    options.rows = options.rows or 8192
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
     torch.manual_seed(0)
