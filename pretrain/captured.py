@@ -101,12 +101,12 @@ def load_layers(path: Path) -> dict[str, Layer]:
         layers: dict[str, Layer] = saved["layers"]
     except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"--operands must be a file of tools.capture; {path}: {error}; make it with python -m "
+            f"OUT.pt must be a file of tools.capture; {path}: {error}; make it with python -m "
             "tools.capture CONFIG OUT.pt"
         ) from None
     whole = {name: layer for name, layer in layers.items() if {"x", "w", "dy"} <= layer.keys()}
     if not whole:
-        raise ConfigError(f"--operands must hold x, w and dy of a layer; {path} holds {layers}")
+        raise ConfigError(f"OUT.pt must hold x, w and dy of a layer; {path} has none that is whole")
     return whole
 
 

@@ -4,7 +4,7 @@
 python -m tools.capture examples/quickstart.yaml operands.pt --step 20 --layers "layers.1.*"
 
 Trains CONFIG up to a step and keeps X, W and dY of the named layers in it, as they are before any
-quantization (`python -m tools.bench_ops --op captured --operands OUT.pt` measures on them). The
+quantization (`python -m tools.bench_captured OUT.pt` measures on them). The
 run's own folder is left alone: the training here leaves nothing but OUT.pt. `checkpoint.load=...`
 starts from the weights of a run; other settings are overridden likewise. One process.
 """

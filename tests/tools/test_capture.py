@@ -10,7 +10,7 @@ from fused_ops.quantize import quantize
 from pretrain import captured
 from pretrain.captured import exact_product, gemm_tensors, load_layers, product_errors
 from tests import toy
-from tools import bench_ops, capture
+from tools import bench_captured, capture
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_wrong_product_is_seen(monkeypatch):
 def test_the_benchmark_prints_the_errors_without_a_gpu(saved, capsys):
     if torch.cuda.is_available():
         pytest.skip("a GPU is here, and its speed would be measured")
-    assert bench_ops.main(["--op", "captured", "--operands", str(saved), "--rows", "32"]) == 0
+    assert bench_captured.main([str(saved), "--rows", "32"]) == 0
     text = capsys.readouterr().out
     assert text.count("identical") == 18
     assert "layers.1.mlp.linear_fc1: x (128, 64), kurtosis" in text
@@ -114,15 +114,9 @@ def test_mistakes(saved, arguments, message, capsys):
     assert not (saved.parent / "no.pt").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--op", "captured"], "--op captured and --operands OUT.pt go together"),
-        (["--op", "captured", "--operands", "nothing.pt"], "must be a file of tools.capture"),
-    ],
-)
-def test_mistakes_of_the_benchmark(arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        bench_ops.main(arguments)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_file_of_something_else(tmp_path, capsys):
+    path = tmp_path / "other.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    for file in (path, tmp_path / "nothing.pt"):
+        assert bench_captured.main([str(file)]) == 2
+        assert "must be a file of tools.capture" in capsys.readouterr().err
