@@ -26,7 +26,7 @@ from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoa
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
+from pretrain.environment import git_state, report_absences, write_environment
 from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
@@ -377,8 +377,6 @@ class Trainer:
             (run_dir / "precision.json").write_text(table)
             write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
             report_absences()
-            if shadowed := cudnn_shadow():
-                log.warning("%s", shadowed)
         metrics = MetricsLogger(
             run_dir, config.log, encode(config), resumed_step=resumed_step, enabled=main
         )

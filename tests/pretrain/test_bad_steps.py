@@ -195,7 +195,7 @@ def _spiked(place: str) -> tuple[dict, list]:
 
 @pytest.mark.slow
 def test_a_spike_is_found_the_same_on_two_ranks(folder):
-    (first, events), (second, _) = run_distributed(_spiked, 2, timeout=300, args=(str(folder),))
+    (first, events), (second, _) = run_distributed(_spiked, 2, timeout=900, args=(str(folder),))
     assert first == second
     assert (first["skipped"], len(first["recent_losses"])) == (1, 13)
     (skip,) = [event for event in events if event["event"] == "skip"]

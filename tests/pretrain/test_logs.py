@@ -85,7 +85,7 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path):
     for words in ([], ["log.wandb_api_key=" + SECRET], ["train.steps=5", "optimizer.lr=-1"]):
         done = subprocess.run(
             [sys.executable, "-m", "pretrain", str(run), *words],
-            cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+            cwd=ROOT, env=env, capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         said += done.stdout + done.stderr
     assert "Traceback" not in said
