@@ -15,9 +15,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe import experts, moe_layer
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops.dispatch import outside_graph
 from fused_ops.grouped_linear import grouped_linear
 from models.comm import TensorParallelComm, token_count
+from models.dispatch import PackedDispatcher
 from models.mlp import fused_activation
 from models.parallel_linear import DuplicatedLinear, GemmModule
 
@@ -85,6 +88,8 @@ class GroupedLinear(GemmModule, torch.nn.Module):
         self, x: Tensor, tokens_per_expert: list[int]
     ) -> tuple[Tensor, list[Tensor] | None]:
         """x [tokens, in] sorted by expert -> [tokens, out], and biases that were not added."""
+        if is_dynamo_compiling():
+            return outside_graph(self.forward, x, tokens_per_expert)
         comm = TensorParallelComm(
             kind="column" if self.column else "row",
             recipe=self.recipe,
@@ -272,6 +277,7 @@ class MoELayer(moe_layer.MoELayer):
         else:
             with _latent_projection():
                 super().__init__(config, *args, **kwargs)
+        PackedDispatcher.adopt(self.token_dispatcher, self.experts)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoELayer":
         """Moves and casts of the model, without the casts of what the router counts: in BF16 the

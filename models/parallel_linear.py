@@ -4,6 +4,7 @@
 Weights, initialization and sharded state dicts are megatron-core's. Only the GEMMs and what goes
 around them are ours: `_forward_impl` is the one method that both classes call for them. A layer
 receives its recipe (`models.precision` sets it); without one it computes in its own dtype.
+torch.compile leaves the GEMMs and what says how they compute out of its graphs.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops.dispatch import outside_graph
 from fused_ops.keys import StreamKey, stable_id
 from fused_ops.linear import Comm, LinearCall, Observer, linear
 from fused_ops.quantize import DelayedScaling
@@ -19,6 +22,7 @@ from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
 from models.comm import TensorParallelComm, is_distributed, token_count
+from models.te_linear import TransformerEngineGemm
 
 if TYPE_CHECKING:
     from models.precision import PrecisionState
@@ -49,11 +53,22 @@ class GemmModule:
         self.precision_state: PrecisionState | None = None
         self.weight_codes = WeightCodes()
         self.amax_scope = "layout_invariant"
+        self.communicate = "bf16"
         self.observer: ModuleObserver | None = None
         self.delayed: dict[str, DelayedScaling] = {}
         # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
         # may have written the weight through the flat buffer behind it, which no counter shows.
         self.is_first_microbatch = True
+        self.backend = "fused_ops"
+        self._other: TransformerEngineGemm | None = None
+
+    def other_backend(self, weight: Any) -> TransformerEngineGemm | None:
+        """Who computes these GEMMs instead of fused_ops; None: nobody."""
+        if self.backend == "fused_ops":
+            return None
+        if self._other is None:
+            self._other = TransformerEngineGemm(weight)
+        return self._other
 
     def gemm_call(self, weight: Tensor, comm: Comm, first_expert: int = 0) -> LinearCall:
         """How the GEMMs of this forward pass, and of its backward pass, compute."""
@@ -115,6 +130,16 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
         sequence_parallel: bool = False,
         **unused: Any,
     ) -> Tensor:
+        if is_dynamo_compiling():
+            return outside_graph(
+                self._forward_impl, input, weight, bias, allreduce_dgrad, sequence_parallel
+            )
+        other = self.other_backend(weight)
+        if other is not None:
+            return other(
+                input, bias, self.recipe, tp_group=self.tp_group, gather_tokens=sequence_parallel,
+                all_reduce_input_grad=allreduce_dgrad,
+            )  # fmt: skip
         comm = TensorParallelComm(
             kind="column",
             recipe=self.recipe,
@@ -122,6 +147,7 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
             cp_group=self.cp_group,
             gather_tokens=sequence_parallel,
             all_reduce_input_grad=allreduce_dgrad,
+            packed=self.communicate == "packed",
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
             segments=output_parts(weight),
@@ -147,6 +173,8 @@ class OutputLayer(layers.ColumnParallelLinear):
         return module
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_dynamo_compiling():
+            return outside_graph(self._forward_impl, input, weight, *args, **kwargs)
         if input.is_cuda:
             if self.adds_to_main_grad(weight):
                 return self._into_main_grad(input, weight, *args, **kwargs)
@@ -184,21 +212,48 @@ class OutputLayer(layers.ColumnParallelLinear):
 
 
 class RowParallelLinear(GemmModule, layers.RowParallelLinear):
-    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's."""
+    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's.
+
+    Where the gradient's codes are to move, the reduce-scatter is inside the layer instead: the same
+    collective, and its backward is ours.
+    """
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
         self.init_gemm()
         self.cp_group = _context_group(config)
 
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [s, ..., in / ranks] -> y [s, ..., out] (s / ranks if sequence parallel), and bias."""
+        packed = self.communicate == "packed" and self.sequence_parallel
+        if not packed or self.explicit_expert_comm or not is_distributed(self.tp_group):
+            return super().forward(input_)
+        y = self._forward_impl(input_, self.weight, scatter_tokens=True)
+        if self.skip_bias_add or self.bias is None:
+            return y, self.bias if self.skip_bias_add else None
+        return y + self.bias, None
+
     def _forward_impl(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scatter_tokens: bool = False,
+        **unused: Any,
     ) -> Tensor:
+        if is_dynamo_compiling():
+            return outside_graph(self._forward_impl, input, weight, bias, scatter_tokens)
+        other = self.other_backend(weight)
+        if other is not None:
+            return other(input, bias, self.recipe)
+        assert bias is None or not scatter_tokens, "a bias is added to the sum"
         comm = TensorParallelComm(
             kind="row",
             recipe=self.recipe,
             tp_group=self.tp_group,
             cp_group=self.cp_group,
+            scatter_tokens=scatter_tokens,
+            packed=scatter_tokens,
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
             tokens=token_count(input),
@@ -228,6 +283,11 @@ class DuplicatedLinear(GemmModule, torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., in] -> [..., out]; the second value is megatron-core's bias."""
+        if is_dynamo_compiling():
+            return outside_graph(self.forward, x)
+        other = self.other_backend(self.weight)
+        if other is not None:
+            return other(x, None, self.recipe), None
         comm = TensorParallelComm(
             kind="duplicated",
             recipe=self.recipe,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the precision section may ask for in this version and on this machine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,26 +10,29 @@ from fused_ops.quantize import quantize
 from fused_ops.quantize.api import QUANTIZE
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul.api import SCALED_MATMUL, scaled_matmul
+from models import te_linear
+from models.gemms import GemmShape
 from models.precision_config import GEMMS, PrecisionConfig
 
 # Implementations that define or model the arithmetic, and are not meant for speed.
 REFERENCES = ("reference", "blackwell_model")
 
 
-def support_problems(config: PrecisionConfig) -> list[str]:
-    """Settings that this version does not carry out."""
-    problems = []
-    if config.communicate == "packed":
-        problems.append(
-            "precision.communicate packed is not available: sequence-parallel gathers move BF16 "
-            "and quantize afterwards; use bf16"
+def backend_problems(
+    config: PrecisionConfig,
+    stages: Sequence[Mapping[str, GemmRecipe]],
+    shapes: Sequence[GemmShape],
+) -> list[str]:
+    """What the back end has no way to compute, whatever the machine."""
+    if config.backend == "fused_ops":
+        return []
+    found = te_linear.recipe_problems(stages, shapes)
+    if config.communicate != "bf16":
+        found.append(
+            f"precision.communicate={config.communicate} moves this project's codes, which "
+            "precision.backend transformer_engine does not make; set it to bf16"
         )
-    if config.backend != "fused_ops":
-        problems.append(
-            f"precision.backend {config.backend} is not available: the linear layers compute with "
-            "fused_ops on every machine; use fused_ops"
-        )
-    return problems
+    return found
 
 
 def reference_problems(

@@ -2,7 +2,8 @@
 """metrics.jsonl: one JSON object a line, one history however often the run stopped.
 
 Three kinds of rows share the file, told apart by their keys: training rows (`loss`), validation
-rows (`val_loss` or `val_loss/NAME`) and events (`event`). Every row carries `step`.
+rows (`val_loss` or `val_loss/NAME`, and `val_loss_bf16` likewise) and events (`event`). Every row
+carries `step`.
 Values that JSON cannot hold are written as the strings "NaN", "Infinity" and "-Infinity", which
 `float()` reads back.
 """

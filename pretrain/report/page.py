@@ -120,11 +120,13 @@ def render_page(run: Run) -> str:
         sections.configuration(run),
         f"<footer>nibble, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</footer>",
     ]
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    title = escape(f"{run.name}: nibble run")
-    return _PAGE.format(
-        policy=_POLICY, title=title, style=style, body="\n".join(filter(None, body))
-    )
+    return page_of(f"{run.name}: nibble run", "\n".join(filter(None, body)))
+
+
+def page_of(title: str, body: str, style: str = "") -> str:
+    """A self-contained page around `body` (HTML); `style` is added to the style sheet."""
+    sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8") + style
+    return _PAGE.format(policy=_POLICY, title=escape(title), style=sheet, body=body)
 
 
 def _load_metrics(run: Run, path: Path) -> None:
@@ -142,8 +144,9 @@ def _load_metrics(run: Run, path: Path) -> None:
             run.events.append(row)
             continue
         for key, value in row.items():
-            if key == "val_loss" or key.startswith("val_loss/"):
-                name = key.removeprefix("val_loss").removeprefix("/")
+            if key.split("/")[0] in ("val_loss", "val_loss_bf16"):
+                forward, _, name = key.partition("/")
+                name = f"{name} (BF16 forward)".strip() if forward != "val_loss" else name
                 run.validation.setdefault(name, []).append((row["step"], _float(value)))
         if "loss" in row:
             run.training.append({k: _float(v) if k != "step" else v for k, v in row.items()})
