@@ -160,6 +160,20 @@ def test_products_show_a_rotation_that_does_not_cancel():
     assert abs(broken["cosine"]) < 0.5
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", SPECS)
+def test_values_that_are_not_finite_stop_nothing(name, value):
+    """A bad step is monitored like any other; its figures may be NaN."""
+    torch.manual_seed(5)
+    x = torch.randn(64, 256)
+    x[3, 7] = value
+    sample = take_sample(x, quantized(x, SPECS[name]), columns=False)
+    found = operand_figures(operand_sums(sample).tolist())
+    assert set(found) >= {"flushed", "slope"}
+    both = product_figures(product_sums(*products(sample, sample, "exact")).tolist())
+    assert not math.isfinite(both["cosine"]) or abs(both["cosine"]) <= 1.0 + 1e-6
+
+
 def test_decode_fp8_rounds_what_the_cores_round():
     torch.manual_seed(4)
     a, b = torch.randn(64, 256), torch.randn(48, 256)
