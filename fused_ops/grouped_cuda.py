@@ -36,6 +36,8 @@ def reason(x: Tensor, weight: Tensor, call: LinearCall) -> str | None:
     ranks that share amaxes must all go the same way."""
     if not ENABLED:
         return "grouped_cuda.ENABLED is False"
+    if call.weight_codes is not None and call.weight_codes.has_given:
+        return "codes of single experts were handed over"
     found = device_reason(x)
     if found is not None:
         return found

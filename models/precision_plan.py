@@ -78,9 +78,9 @@ class PrecisionPlan:
         self._stages = [self._phases[PRETRAINING].recipes]
         problems += schedule_problems(config.schedule)
         self._add_stages(len(layers), problems)
-        used = {recipe for r in self._phases.values() for recipe in r.recipes.values()}
-        used |= {recipe for stage in self._stages for recipe in stage.values()}
-        problems += backend_problems(config, used, [module.name for module in self.modules])
+        stages = [*(r.recipes for r in self._phases.values()), *self._stages]
+        used = {recipe for stage in stages for recipe in stage.values()}
+        problems += backend_problems(config, stages, self.modules)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         problems += reference_problems(config, used, device)
         if problems:
