@@ -63,13 +63,14 @@ def pair_supports(
         return reason
     if row.choice == "4over6_mae" or column.choice == "4over6_mae":
         return "4over6 by squared errors only"
-    return _missing() or _target_reason(torch.cuda.get_device_capability(x.device))
+    return _missing() or _target_reason(x.device)
 
 
 @functools.cache
-def _target_reason(capability: tuple[int, int]) -> str | None:
+def _target_reason(device: torch.device) -> str | None:
     """Why the source is not built for a device: where it has not been compiled, nobody knows
     whether its conversions and its shared memory are there."""
+    capability = torch.cuda.get_device_capability(device)
     target = f"sm_{capability[0]}{capability[1]}"
     if target in TARGETS:
         return None

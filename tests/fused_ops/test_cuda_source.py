@@ -70,12 +70,16 @@ def _fixed_signs():
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (8, 9)])
-def test_a_device_that_the_source_is_not_for_gets_triton_with_a_reason(capability, caplog):
+def test_a_device_that_the_source_is_not_for_gets_triton_with_a_reason(
+    capability, caplog, monkeypatch
+):
     """sm_120 and sm_121 lack the conversion with stochastic rounding, and most shared memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda_backend._target_reason.cache_clear()
     caplog.set_level("INFO", cuda_backend.__name__)
     target = f"sm_{capability[0]}{capability[1]}"
-    reason = cuda_backend._target_reason(capability)
+    reason = cuda_backend._target_reason(torch.device("cuda", 0))
+    cuda_backend._target_reason.cache_clear()
     if target in cuda_backend.TARGETS:
         assert reason is None
         assert not caplog.messages
@@ -90,3 +94,4 @@ def test_the_device_is_asked_for_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     x = torch.zeros(16, 16, dtype=torch.bfloat16)
     assert "the device is sm_120" in cuda_backend.preferred(x, *FAST)
+    cuda_backend._target_reason.cache_clear()
