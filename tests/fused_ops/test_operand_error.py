@@ -101,6 +101,16 @@ def test_sums_are_those_of_numpy(name, columns):
         assert low == 1
 
 
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("columns", [False, True])
+def test_padding_is_no_scale_of_zero(name, columns):
+    """70 x 90 is no multiple of any block: what fills the last ones up is not in the figures."""
+    torch.manual_seed(4)
+    found = figures(torch.randn(70, 90), SPECS[name], columns)
+    assert found["underflow"] == 0.0
+    assert found["slope"] > 0.97
+
+
 def test_saturation_is_what_lies_beyond_the_largest_code():
     """A tensor scale of 1, block scales of exactly 1, and one block beyond the largest of 448."""
     x = torch.full((16, 32), 6.0)
