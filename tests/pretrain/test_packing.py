@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from fused_ops.errors import ConfigError
 from fused_ops.formats import QuantizedTensor
 from pretrain.__main__ import main as pretrain
+from pretrain.conversion.exporting import export_config, export_plan
 from pretrain.conversion.importing import ImportOptions, import_folder
 from pretrain.conversion.opened import open_checkpoint
-from pretrain.conversion.packing import PackOptions, export_packed, open_packing
+from pretrain.conversion.packing import PackOptions, chosen, export_packed, open_packing
 from pretrain.generation.opened import OpenedModel
 from tests.toy import make_toy, toy_config
 from tools import convert
@@ -183,6 +185,19 @@ def test_local_amaxes_are_said(folder, tmp_path):
     run = train(folder, "shard", "*-", precision, MOE)
     done = export(run, tmp_path / "out")
     assert any("quantized again: the run took amaxes over local shards" in n for n in done.notes)
+    assert not any("equal to the trainer's values" in note for note in done.verdict.notes)
+    # The same of a run whose codes are not this project's.
+    opened = open_checkpoint(run)
+    for backend in ("transformer_engine", "fused_ops"):
+        precision = {"backend": backend, "amax_scope": "layout_invariant"}
+        config = replace(opened.config, precision=replace(opened.config.precision, **precision))
+        other = replace(opened, config=config)
+        plan = export_plan(other, export_config(other, None)[0])
+        choice = chosen(other, plan, PackOptions())
+        again = set(choice.gemms.values()) if backend == "transformer_engine" else set()
+        assert choice.again == again
+        said = any("again: transformer_engine made the run's" in note for note in choice.notes)
+        assert said == bool(again)
 
 
 def test_damage_is_seen_and_verify_reads_folders(transformer, tmp_path, capsys):
