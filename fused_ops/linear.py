@@ -8,15 +8,21 @@
 X and dY are quantized twice, along their two axes, from the high-precision tensor and never from
 codes. What is saved for backward is X as the operand of wgrad: codes, not BF16. Nothing waits for
 the device unless `check_finite` asks for it.
+
+Where ranks hold parts of the tokens of X or dY, these are gathered first; or each quantizes its own
+part as a piece of the whole (`Part`), and the codes are gathered. The values are the same.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops.formats import QuantizedTensor
-from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Runs
+from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Part, Runs
 from fused_ops.operands import (
     Source,
     observe,
@@ -27,7 +33,7 @@ from fused_ops.operands import (
     unpack,
     weight_operand,
 )
-from fused_ops.recipe import is_quantized
+from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
 
 __all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "Runs", "linear"]
@@ -85,18 +91,25 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
     ) -> Tensor:
-        full = call.comm.gather_input(x)
-        flat = full.reshape(-1, full.shape[-1])
         ctx.save_input = ctx.needs_input_grad[1]
         spec = call.spec("wgrad.x")
         # In high precision this rank's part is kept, and gathered again in the backward.
         ctx.save_part = not is_quantized(spec) and spec.source == "tensor"
+        names = input_operands(call.recipe, ctx.save_input)
+        both, part = len(names) == 2, _part(call, names)
+        full = x if part else call.comm.gather_input(x)
+        own = replace(call, comm=part) if part else call
+        flat = full.reshape(-1, full.shape[-1])
         source, kept = Source(flat, call.nonfinite), None
         form = operand_form(call, "fprop", flat, (flat.shape[0], weight.shape[0]))
-        if ctx.save_input and not ctx.save_part and spec.source == "tensor":
-            qx, kept = quantize_both(call, ("fprop.x", "wgrad.x"), source, (form, "codes"))
+        form = "codes" if part else _kept(form, call, ctx.save_input)
+        if both:
+            qx, kept = quantize_both(own, ("fprop.x", "wgrad.x"), source, (form, "codes"))
         else:
-            qx = quantize_operand(call, "fprop.x", source, form=_kept(form, call, ctx.save_input))
+            qx = quantize_operand(own, "fprop.x", source, form=form)
+        ctx.part = part if both else None
+        if part:
+            qx = _gather(part, "fprop.x", qx)()
         qw = weight_operand(call, "fprop.w", weight)
         observe(call, "fprop.x", flat, qx)
         observe(call, "fprop.w", weight, qw)
@@ -112,29 +125,36 @@ class _Linear(torch.autograd.Function):
                 kept = x if ctx.save_part else wgrad_input(call, flat, qx)
             tensors, ctx.rest = pack(kept)
         ctx.save_for_backward(weight, *tensors)
-        ctx.call, ctx.weight, ctx.shape, ctx.has_bias = call, weight, full.shape, bias is not None
-        return y.view(*full.shape[:-1], weight.shape[0])
+        # Of the whole input, whose first axis ranks cut.
+        parts = len(y) // len(flat) if part else 1
+        ctx.shape = (parts * full.shape[0], *full.shape[1:])
+        ctx.call, ctx.weight, ctx.has_bias = call, weight, bias is not None
+        return call.comm.scatter_output(y.view(*ctx.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: LinearCall = ctx.call
         weight, *tensors = ctx.saved_tensors
+        dx = dw = db = handle = None
+        needed = {"dgrad.dy": ctx.needs_input_grad[0], "wgrad.dy": ctx.save_input}
+        names = tuple(name for name in needed if needed[name])
+        part = _part(call, names)
+        dy = dy if part else call.comm.gather_output_grad(dy)
         dy = dy.reshape(-1, dy.shape[-1])
-        dx = dw = db = handle = columns = None
+        gathered_input = None
+        if ctx.save_input and ctx.part:  # while dgrad computes
+            gathered_input = _gather(ctx.part, "wgrad.x", unpack(tensors, ctx.rest))
+        operands = dict(zip(names, _gradients(call, dy, names, weight.shape[1], part)))
         if ctx.needs_input_grad[0]:
-            if ctx.save_input:
-                rows, columns = _both_gradients(call, dy, weight.shape[1])
-                product = _dgrad(call, dy, rows, weight)
-            else:
-                product = dgrad(call, dy, weight)
+            product = _dgrad(call, dy, operands["dgrad.dy"](), weight)
             dx, handle = call.comm.reduce_input_grad(product.view(ctx.shape))
         if ctx.save_input:
-            x_t = unpack(tensors, ctx.rest)
+            x_t = gathered_input() if gathered_input else unpack(tensors, ctx.rest)
             if ctx.save_part:
                 full = call.comm.gather_input(tensors[0]).reshape(-1, ctx.shape[-1])
                 x_t = wgrad_input(call, full, full)
             main_grad = ctx.weight.main_grad if call.main_grad else None
-            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, columns=columns)
+            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, columns=operands["wgrad.dy"]())
             if call.main_grad:
                 dw = dummy_gradient(ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -142,6 +162,31 @@ class _Linear(torch.autograd.Function):
         if handle is not None:
             handle.wait()
         return dx, dw, db, None
+
+
+def input_operands(recipe: GemmRecipe, backward: bool) -> tuple[str, ...]:
+    """The operands that are made of X itself in the forward, the one of wgrad if `backward`.
+
+    Not those of wgrad that are not quantized, nor those made of the forward's operand.
+    """
+    spec = recipe.wgrad_x
+    both = backward and is_quantized(spec) and spec.source == "tensor"
+    return ("fprop.x", "wgrad.x") if both else ("fprop.x",)
+
+
+def _part(call: LinearCall, names: tuple[str, ...]) -> Part | None:
+    """This rank's part of X or dY, if its codes are to move.
+
+    Whoever looks at operands, or wants to know at once that they are finite, is shown whole ones.
+    """
+    if not names or call.observer is not None or call.check_finite:
+        return None
+    return call.comm.part(names)
+
+
+def _gather(part: Part, name: str, operand: Operand) -> Callable[[], Operand]:
+    assert isinstance(operand, QuantizedTensor), "codes move"
+    return part.gather(name, operand)
 
 
 def _kept(form: str, call: LinearCall, save_input: bool) -> str:
@@ -156,13 +201,13 @@ def wgrad_input(
 
     High precision from the forward operand stays in the forward's codes until wgrad reads it.
     """
-    spec = call.spec("wgrad.x")
+    spec, source = call.spec("wgrad.x"), x
     if spec.source == "forward" and not isinstance(forward, Tensor):
         if not is_quantized(spec):
             return forward
         assert isinstance(forward, QuantizedTensor), "the forward operand is kept in codes"
-        x = forward.dequantize()
-    operand = quantize_operand(call, "wgrad.x", x, columns=True, amax=amax)
+        source = forward.dequantize()
+    operand = quantize_operand(call, "wgrad.x", source, columns=True, amax=amax)
     observe(call, "wgrad.x", x, operand)
     return operand
 
@@ -174,14 +219,37 @@ def dgrad(
     return _dgrad(call, dy, quantize_operand(call, "dgrad.dy", dy, amax=amax), weight, expert)
 
 
-def _both_gradients(call: LinearCall, dy: Tensor, inputs: int) -> tuple[Operand, Operand]:
-    """dY as the operand of dgrad, and dY^T as that of wgrad."""
-    tokens, outputs = dy.shape
-    forms = (
-        operand_form(call, "dgrad", dy, (tokens, inputs)),
-        operand_form(call, "wgrad", dy, (outputs, inputs)),
-    )
-    return quantize_both(call, ("dgrad.dy", "wgrad.dy"), Source(dy, call.nonfinite), forms)
+def _gradients(
+    call: LinearCall, dy: Tensor, names: tuple[str, ...], inputs: int, part: Part | None
+) -> list[Callable[[], Operand]]:
+    """dY as operands of dgrad and wgrad: those in `names`, in their order.
+
+    Args:
+        dy: [tokens, out], or this rank's part of the tokens.
+        inputs: features of the layer's input.
+        part: gathers the codes, which may take until an operand is asked for.
+    """
+    own = replace(call, comm=part) if part else call
+    source = Source(dy, call.nonfinite)
+    made: list[Operand] = []
+    if len(names) == 2:
+        tokens, outputs = dy.shape
+        forms = ("codes", "codes")
+        if not part:
+            forms = (
+                operand_form(call, "dgrad", dy, (tokens, inputs)),
+                operand_form(call, "wgrad", dy, (outputs, inputs)),
+            )
+        made += quantize_both(own, ("dgrad.dy", "wgrad.dy"), source, forms)
+    elif names:
+        made.append(quantize_operand(own, names[0], source, columns=names[0] == "wgrad.dy"))
+    if part:
+        return [_gather(part, name, operand) for name, operand in zip(names, made)]
+    return [partial(_same, operand) for operand in made]
+
+
+def _same(operand: Operand) -> Operand:
+    return operand
 
 
 def _dgrad(call: LinearCall, dy: Tensor, qdy: Operand, weight: Tensor, expert: int = 0) -> Tensor:

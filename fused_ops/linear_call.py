@@ -4,6 +4,7 @@
 Operand names are "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x".
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +50,18 @@ class Comm(Protocol):
         """The gradient for this rank's part of the input, and a handle to `wait()` on or None."""
         ...
 
+    def scatter_output(self, y: Tensor) -> Tensor:
+        """This rank's part of the sum of all ranks' outputs, or y itself where others do that."""
+        ...
+
+    def gather_output_grad(self, dy: Tensor) -> Tensor:
+        """The gradient of this rank's summand from that of its part of the sum, or dy itself."""
+        ...
+
+    def part(self, names: tuple[str, ...]) -> "Part | None":
+        """The part of X or dY here, if these operands of it are to move as codes."""
+        ...
+
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """The maximum of `amax`, left as it is, over the ranks that hold parts of operand `name`.
 
@@ -67,6 +80,20 @@ class Comm(Protocol):
         ...
 
 
+class Part(Comm, Protocol):
+    """This rank's part of the tokens of X or dY, whose codes move instead of the tensor.
+
+    Amaxes and origins are those that make a part's codes the codes of the whole.
+    """
+
+    def gather(self, name: str, operand: QuantizedTensor) -> Callable[[], QuantizedTensor]:
+        """Begins to gather the codes of all ranks' parts; call the result for the operand.
+
+        It has the codes and scales that quantizing the gathered tensor would give.
+        """
+        ...
+
+
 class LocalComm:
     """One process: nothing to gather, nothing to reduce."""
 
@@ -78,11 +105,23 @@ class LocalComm:
         """dx itself, ready."""
         return dx, None
 
+    def scatter_output(self, y: Tensor) -> Tensor:
+        """y itself."""
+        return y
+
+    def gather_output_grad(self, dy: Tensor) -> Tensor:
+        """dy itself."""
+        return dy
+
+    def part(self, names: tuple[str, ...]) -> None:
+        """Nothing moves."""
+        return
+
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """amax itself."""
         return amax
 
-    def origin(self, name: str) -> tuple[int, int]:
+    def origin(self, name: str) -> Origin:
         """The whole tensor is here."""
         return 0, 0
 
@@ -90,7 +129,9 @@ class LocalComm:
 class Observer(Protocol):
     """Sees each operand of each GEMM; must not synchronise with the device."""
 
-    def observe(self, gemm: str, operand: str, tensor: Tensor, quantized: Operand) -> None:
+    def observe(
+        self, gemm: str, operand: str, tensor: Tensor, quantized: Operand, call: "LinearCall"
+    ) -> None:
         """Called when the operand is ready; that of wgrad's x is made in the forward.
 
         Args:
@@ -98,6 +139,7 @@ class Observer(Protocol):
             operand: "x", "w" or "dy".
             tensor: the high-precision tensor in its own layout (not transposed).
             quantized: what is multiplied: codes, or the tensor or its transpose.
+            call: the call of the layer that it belongs to; of experts, of this expert.
         """
         ...
 

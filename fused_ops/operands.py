@@ -226,8 +226,8 @@ def _quantize_runs(
             )
             for j, (part, (_, column)) in enumerate(zip(parts, runs.columns))
         ]
-        bands.append(_join(pieces, 0 if columns else 1))
-    return _join(bands, 1 if columns else 0)
+        bands.append(join(pieces, 0 if columns else 1))
+    return join(bands, 1 if columns else 0)
 
 
 def _check_runs(x: Tensor, spec: OperandSpec, runs: Runs, columns: bool) -> None:
@@ -253,7 +253,7 @@ def _amax_pieces(
     return [amax] * len(along)
 
 
-def _join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
+def join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
     """Pieces of one operand beside (1) or below (0) each other."""
     first = parts[0]
     if len(parts) == 1:
@@ -264,7 +264,7 @@ def _join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
     return replace(
         first,
         codes=torch.cat([part.codes for part in parts], axis),
-        scales=torch.cat([part.scales for part in parts], axis),
+        scales=torch.cat([p.scales for p in parts], axis) if first.spec.block else first.scales,
         amax=torch.cat([p.amax for p in parts]) if first.amax.dim() and axis == 0 else first.amax,
         shape=(rows, total) if axis else (total, cols),
         out_of_range=torch.stack(counts).sum(0, dtype=torch.int32) if counts else None,
@@ -379,7 +379,7 @@ def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> No
     """Shows an operand to the observer, if there is one."""
     if call.observer is not None:
         gemm, which = name.split(".")
-        call.observer.observe(gemm, which, tensor, operand)
+        call.observer.observe(gemm, which, tensor, operand, call)
 
 
 def pack(operand: Operand) -> tuple[list[Tensor], QuantizedTensor | DecodedTensor | None]:

@@ -214,6 +214,9 @@ def _pow2_recipes() -> Iterable[GemmRecipe]:
         wgrad_x=replace(best, hadamard=16),
     )
     yield pow2
+    # For tokens that arrive in codes: nothing else of X is there for wgrad.
+    codes = replace(pow2.wgrad_x, source="forward")
+    yield replace(pow2, name="nvfp4_pow2_from_codes", wgrad_x=codes)
     four = _nvfp4(choice="4over6_mse")
     yield replace(pow2, name="nvfp4_fast", fprop_x=four, fprop_w=four)
 

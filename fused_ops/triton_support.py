@@ -6,7 +6,6 @@ Triton itself is imported by the first call of a kernel, never by importing a ba
 
 import functools
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,25 +53,33 @@ def launch(
         on: the device of the tensors.
         constants: those constants that are not in args.
     """
-    with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
-        if not hasattr(kernel, "device_caches"):
-            kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
-            return
-        is_constant = _constant_places(kernel)
-        kinds = tuple([_kind(a, fixed) for a, fixed in zip(args, is_constant)])
-        key = (kernel, on.index, warps, kinds, *constants.values())
-        found = _COMPILED.get(key)
-        if found is None:
-            compiled = kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
-            rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            _COMPILED[key] = compiled, rest
-            return
-        compiled, rest = found
-        x, y = (grid[0], 1) if len(grid) == 1 else grid
-        compiled.run(
-            x, y, 1, torch.cuda.current_stream(on).cuda_stream, compiled.function,
-            compiled.packed_metadata, None, None, None, *args, *rest,
-        )  # fmt: skip
+    if not hasattr(kernel, "device_caches"):
+        kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+        return
+    if torch.cuda.current_device() != on.index:
+        with torch.cuda.device(on):
+            return launch(kernel, grid, *args, on=on, warps=warps, **constants)
+    is_constant = _constant_places(kernel)
+    kinds = tuple([_kind(a, fixed) for a, fixed in zip(args, is_constant)])
+    key = (kernel, on.index, warps, kinds, *constants.values())
+    found = _COMPILED.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _COMPILED[key] = compiled, rest
+        return
+    compiled, rest = found
+    x, y = (grid[0], 1) if len(grid) == 1 else grid
+    compiled.run(
+        x, y, 1, raw_stream(on), compiled.function,
+        compiled.packed_metadata, None, None, None, *args, *rest,
+    )  # fmt: skip
+
+
+def raw_stream(device: torch.device) -> int:
+    """The handle of the current stream, without the object that torch would make around it."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
 
 
 @functools.cache
@@ -86,6 +93,8 @@ def _kind(argument: Any, is_constant: bool) -> Any:
         return argument
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, float):
+        return float
     return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
 
 
@@ -96,11 +105,6 @@ def float_reason(x: Tensor) -> str | None:
     if x.numel() == 0:
         return "the tensor is empty"
     return device_reason(x)
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Inside, kernels are launched on the device of x; nothing for Triton's interpreter."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def power_of_two(n: int) -> int:

@@ -11,7 +11,8 @@ Which axis of which tensor is cut:
     context   tokens             -               tokens
 
 With sequence parallelism a column layer gathers the tokens of x first, so x is whole there; the
-row layer's dy is whole because its reduce-scatter is outside the layer.
+row layer's dy is whole because its reduce-scatter is outside the layer, or gathered here before it
+is looked at. `models.gather` moves codes instead.
 
 A cut need not be in one piece. Context parallelism gives a rank two pieces of the sequence, and a
 column layer whose output has parts (gate and up; z, x, B, C and dt of Mamba) cuts each part by
@@ -29,6 +30,7 @@ from torch import Tensor
 from fused_ops.linear import Runs
 from fused_ops.linear_call import Origin, Run
 from fused_ops.recipe import GemmRecipe
+from models.gather import TokenPart, packing_reason
 
 Kind = Literal["column", "row", "duplicated"]
 AMAX_SCOPES = ("layout_invariant", "shard")
@@ -70,8 +72,12 @@ class TensorParallelComm:
     """Ranks that have the same experts and other tokens of the same micro-batch."""
     gather_tokens: bool = False
     """Sequence parallel column layer: gather x's first axis, reduce-scatter its gradient."""
+    scatter_tokens: bool = False
+    """Sequence parallel row layer that reduce-scatters its output itself, and gathers dy."""
     all_reduce_input_grad: bool = False
     """Column layer without sequence parallelism."""
+    packed: bool = False
+    """Gathers move codes where they can."""
     amax_scope: str = "layout_invariant"
     weight_shape: tuple[int, int] = (0, 0)
     """Local [out, in]."""
@@ -82,12 +88,38 @@ class TensorParallelComm:
 
     def gather_input(self, x: Tensor) -> Tensor:
         """x [s / ranks, ...] -> [s, ...] if tokens are cut over the tensor-parallel ranks."""
-        if not self.gather_tokens:
-            return x
+        return self._gathered(x) if self.gather_tokens else x
+
+    def _gathered(self, part: Tensor) -> Tensor:
         assert self.tp_group is not None, "gathering needs a group"
-        full = x.new_empty(x.shape[0] * self.tp_group.size(), *x.shape[1:])
-        dist.all_gather_into_tensor(full, x.contiguous(), group=self.tp_group)
+        full = part.new_empty(part.shape[0] * self.tp_group.size(), *part.shape[1:])
+        dist.all_gather_into_tensor(full, part.contiguous(), group=self.tp_group)
         return full
+
+    def scatter_output(self, y: Tensor) -> Tensor:
+        """y [s, ...] of each rank, summed -> [s / ranks, ...] if this layer scatters it."""
+        if not self.scatter_tokens:
+            return y
+        assert self.tp_group is not None, "reducing needs a group"
+        part = y.new_empty(y.shape[0] // self.tp_group.size(), *y.shape[1:])
+        dist.reduce_scatter_tensor(part, y.contiguous(), group=self.tp_group)
+        return part
+
+    def gather_output_grad(self, dy: Tensor) -> Tensor:
+        """dy [s / ranks, ...] -> [s, ...] if this layer scatters its output."""
+        return self._gathered(dy) if self.scatter_tokens else dy
+
+    def part(self, names: tuple[str, ...]) -> TokenPart | None:
+        """The tokens of X or dY that this rank exchanges as codes, if it does."""
+        cut = self.gather_tokens if names[0].endswith(".x") else self.scatter_tokens
+        if not (self.packed and cut and is_distributed(self.tp_group)):
+            return None
+        assert self.tp_group is not None, "parts need a group"
+        tokens = self.tokens // self.tp_group.size()
+        specs = [(name, self.recipe.spec(*name.split("."))) for name in names]
+        if any(packing_reason(name, spec, tokens) for name, spec in specs):
+            return None
+        return TokenPart(self)
 
     def reduce_input_grad(self, dx: Tensor) -> tuple[Tensor, Any]:
         """The sum over ranks, begun but not awaited: wgrad runs meanwhile."""
@@ -105,7 +137,7 @@ class TensorParallelComm:
 
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """Maximum over the ranks that hold parts of the operand `name`."""
-        if self.amax_scope == "shard":
+        if self.amax_scope == "shard" or not self._is_cut:
             return amax
         for axis, group in self._cuts(name.split(".")[1]):
             by_row = self.recipe.spec(*name.split(".")).row_scaled
@@ -122,6 +154,8 @@ class TensorParallelComm:
         runs then count as one, and the codes depend on the layout (`dimension_notes` in
         `models.precision_table` says where).
         """
+        if not self._is_cut:
+            return 0, 0
         gemm, tensor = name.split(".")
         spec, contracted = self.recipe.spec(gemm, tensor), _CONTRACTED[name]
         tile = spec.block[0] if spec.block else 1
@@ -134,6 +168,22 @@ class TensorParallelComm:
         if len(row) == len(column) == 1:
             return row[0][1], column[0][1]
         return Runs(rows=row, columns=column)
+
+    def contraction_groups(self, gemm: str) -> list[dist.ProcessGroup]:
+        """The groups whose ranks each have a part of the sum of a GEMM ("fprop", ...), all of the
+        same shape. Tokens of an expert on several ranks are left out: their numbers differ."""
+        name = f"{gemm}.{'x' if gemm == 'fprop' else 'dy'}"
+        return [
+            group
+            for axis, group in self._cuts(name.split(".")[1])
+            if axis == _CONTRACTED[name] and group is not self.expert_group
+        ]
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether any other rank holds a part of some operand."""
+        groups = (self.tp_group, self.cp_group, self.expert_group)
+        return any(group is not None and group.size() > 1 for group in groups)
 
     def _runs(self, tensor: str, axis: str, multiple: int, dithered: bool) -> tuple[Run, ...]:
         """The pieces of the global axis that this rank's part is put together from.

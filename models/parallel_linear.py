@@ -6,7 +6,7 @@ around them are ours: `_forward_impl` is the one method that both classes call f
 receives its recipe (`models.precision` sets it); without one it computes in its own dtype.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.tensor_parallel import layers
@@ -19,11 +19,20 @@ from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
 from models.comm import TensorParallelComm, is_distributed, token_count
+from models.te_linear import TransformerEngineGemm
 
 if TYPE_CHECKING:
     from models.precision import PrecisionState
 
 HIGH_PRECISION = GemmRecipe(name="bf16")
+
+
+class ModuleObserver(Observer, Protocol):
+    """An observer of a module's GEMMs that chooses the micro-batches it sees."""
+
+    def wants(self, micro_batch: int) -> bool:
+        """Whether the GEMMs of this micro-batch, by its global number in the step, are shown."""
+        ...
 
 
 class GemmModule:
@@ -41,25 +50,36 @@ class GemmModule:
         self.precision_state: PrecisionState | None = None
         self.weight_codes = WeightCodes()
         self.amax_scope = "layout_invariant"
-        self.observer: Observer | None = None
+        self.communicate = "bf16"
+        self.observer: ModuleObserver | None = None
         self.delayed: dict[str, DelayedScaling] = {}
         # megatron-core's schedules set it at the first micro-batch of a step: by then an optimizer
         # may have written the weight through the flat buffer behind it, which no counter shows.
         self.is_first_microbatch = True
+        self.backend = "fused_ops"
+        self._other: TransformerEngineGemm | None = None
+
+    def other_backend(self, weight: Any) -> TransformerEngineGemm | None:
+        """Who computes these GEMMs instead of fused_ops; None: nobody."""
+        if self.backend == "fused_ops":
+            return None
+        if self._other is None:
+            self._other = TransformerEngineGemm(weight)
+        return self._other
 
     def gemm_call(self, weight: Tensor, comm: Comm, first_expert: int = 0) -> LinearCall:
         """How the GEMMs of this forward pass, and of its backward pass, compute."""
         if self.is_first_microbatch:
             self.weight_codes.drop()
             self.is_first_microbatch = False
-        state = self.precision_state
+        state, number, observer = self.precision_state, micro_batch.current(), self.observer
         main_grad = getattr(weight, "main_grad", None)
         call = LinearCall(
             recipe=self.recipe,
             comm=comm,
             weight_codes=self.weight_codes,
             main_grad=main_grad is not None and main_grad.dtype is torch.float32,
-            observer=self.observer,
+            observer=observer if observer is not None and observer.wants(number) else None,
             name=self.gemm_name,
             delayed=self.delayed,
             note_amax=self.training,
@@ -68,7 +88,7 @@ class GemmModule:
             call.key = StreamKey(
                 seed=state.seed,
                 step=state.step,
-                micro_batch=micro_batch.current(),
+                micro_batch=number,
                 layer=stable_id(self.gemm_name),
                 expert=first_expert,
                 table=state.key_table,
@@ -107,6 +127,12 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
         sequence_parallel: bool = False,
         **unused: Any,
     ) -> Tensor:
+        other = self.other_backend(weight)
+        if other is not None:
+            return other(
+                input, bias, self.recipe, tp_group=self.tp_group, gather_tokens=sequence_parallel,
+                all_reduce_input_grad=allreduce_dgrad,
+            )  # fmt: skip
         comm = TensorParallelComm(
             kind="column",
             recipe=self.recipe,
@@ -114,6 +140,7 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
             cp_group=self.cp_group,
             gather_tokens=sequence_parallel,
             all_reduce_input_grad=allreduce_dgrad,
+            packed=self.communicate == "packed",
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
             segments=output_parts(weight),
@@ -176,21 +203,46 @@ class OutputLayer(layers.ColumnParallelLinear):
 
 
 class RowParallelLinear(GemmModule, layers.RowParallelLinear):
-    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's."""
+    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's.
+
+    Where the gradient's codes are to move, the reduce-scatter is inside the layer instead: the same
+    collective, and its backward is ours.
+    """
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
         self.init_gemm()
         self.cp_group = _context_group(config)
 
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [s, ..., in / ranks] -> y [s, ..., out] (s / ranks if sequence parallel), and bias."""
+        packed = self.communicate == "packed" and self.sequence_parallel
+        if not packed or self.explicit_expert_comm or not is_distributed(self.tp_group):
+            return super().forward(input_)
+        y = self._forward_impl(input_, self.weight, scatter_tokens=True)
+        if self.skip_bias_add or self.bias is None:
+            return y, self.bias if self.skip_bias_add else None
+        return y + self.bias, None
+
     def _forward_impl(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scatter_tokens: bool = False,
+        **unused: Any,
     ) -> Tensor:
+        other = self.other_backend(weight)
+        if other is not None:
+            return other(input, bias, self.recipe)
+        assert bias is None or not scatter_tokens, "a bias is added to the sum"
         comm = TensorParallelComm(
             kind="row",
             recipe=self.recipe,
             tp_group=self.tp_group,
             cp_group=self.cp_group,
+            scatter_tokens=scatter_tokens,
+            packed=scatter_tokens,
             amax_scope=self.amax_scope,
             weight_shape=(weight.shape[0], weight.shape[1]),
             tokens=token_count(input),
@@ -220,6 +272,9 @@ class DuplicatedLinear(GemmModule, torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., in] -> [..., out]; the second value is megatron-core's bias."""
+        other = self.other_backend(self.weight)
+        if other is not None:
+            return other(x, None, self.recipe), None
         comm = TensorParallelComm(
             kind="duplicated",
             recipe=self.recipe,

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_ops.errors import ConfigError
-from fused_ops.recipe import GemmRecipe
+from fused_ops.keys import OPERANDS
+from fused_ops.recipe import RECIPES, GemmRecipe, is_quantized
 from models import delayed
 from models.flops import ModelShape
 from models.gemms import GemmShape
@@ -29,7 +31,7 @@ from models.precision_rules import (
     schedule_problems,
     step_rule,
 )
-from models.precision_support import reference_problems, support_problems
+from models.precision_support import backend_problems, reference_problems
 from models.precision_table import (
     dimension_notes,
     dtype_notes,
@@ -67,7 +69,7 @@ class PrecisionPlan:
         self.phase = PRETRAINING
         self.consumed_samples = 0
         layers = parse_pattern(shape.pattern).layers
-        problems = support_problems(config)
+        problems: list[str] = []
         self._phases = {PRETRAINING: resolve(config, self.modules, layers)}
         for phase in PHASES[2:]:
             self._phases[phase] = resolve(config, self.modules, layers, phase)
@@ -78,6 +80,7 @@ class PrecisionPlan:
         self._add_stages(len(layers), problems)
         used = {recipe for r in self._phases.values() for recipe in r.recipes.values()}
         used |= {recipe for stage in self._stages for recipe in stage.values()}
+        problems += backend_problems(config, used, [module.name for module in self.modules])
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         problems += reference_problems(config, used, device)
         if problems:
@@ -172,6 +175,8 @@ class PrecisionPlan:
             module.gemm_name = name
             module.precision_state = state
             module.amax_scope = self.config.amax_scope
+            module.backend = self.config.backend
+            module.communicate = self.config.communicate
             self._bound.append((name, module))
         self._state = state
         self._hand_out()
@@ -185,8 +190,26 @@ class PrecisionPlan:
         """After the backward passes of a step: delayed scales move on, shared over `groups`."""
         delayed.end_step(self._bound, groups)
 
-    def _hand_out(self) -> None:
-        recipes = self.recipes()
+    @contextlib.contextmanager
+    def without_quantization(self) -> Iterator[None]:
+        """Inside, every GEMM keeps the dtype of its tensors; what the plan says comes back."""
+        self._hand_out(dict.fromkeys(self.recipes(), RECIPES["bf16"]))
+        try:
+            yield
+        finally:
+            self._hand_out()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some operand of some GEMM is made of codes now."""
+        return any(
+            is_quantized(recipe.spec(*name.split(".")))
+            for recipe in set(self.recipes().values())
+            for name in OPERANDS
+        )
+
+    def _hand_out(self, recipes: Mapping[str, GemmRecipe] | None = None) -> None:
+        recipes = self.recipes() if recipes is None else recipes
         for name, module in self._bound:
             if module.recipe != recipes[name]:
                 module.recipe = recipes[name]

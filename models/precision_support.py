@@ -10,26 +10,26 @@ from fused_ops.quantize import quantize
 from fused_ops.quantize.api import QUANTIZE
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul.api import SCALED_MATMUL, scaled_matmul
+from models import te_linear
 from models.precision_config import GEMMS, PrecisionConfig
 
 # Implementations that define or model the arithmetic, and are not meant for speed.
 REFERENCES = ("reference", "blackwell_model")
 
 
-def support_problems(config: PrecisionConfig) -> list[str]:
-    """Settings that this version does not carry out."""
-    problems = []
-    if config.communicate == "packed":
-        problems.append(
-            "precision.communicate packed is not available: sequence-parallel gathers move BF16 "
-            "and quantize afterwards; use bf16"
+def backend_problems(
+    config: PrecisionConfig, recipes: Iterable[GemmRecipe], modules: Iterable[str]
+) -> list[str]:
+    """What the back end has no way to compute, whatever the machine."""
+    if config.backend == "fused_ops":
+        return []
+    found = te_linear.recipe_problems(recipes, modules)
+    if config.communicate != "bf16":
+        found.append(
+            f"precision.communicate={config.communicate} moves this project's codes, which "
+            "precision.backend transformer_engine does not make; set it to bf16"
         )
-    if config.backend != "fused_ops":
-        problems.append(
-            f"precision.backend {config.backend} is not available: the linear layers compute with "
-            "fused_ops on every machine; use fused_ops"
-        )
-    return problems
+    return found
 
 
 def reference_problems(

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fused_ops.recipe import GemmRecipe
+from fused_ops.linear import input_operands
+from fused_ops.recipe import GemmRecipe, is_quantized
 from models.config import ParallelConfig
 from models.flops import ModelShape
 from models.gemms import GemmShape, mamba_inner
@@ -27,9 +28,11 @@ class Layout:
     sp: bool
     etp: int
     element_size: int
+    packed: bool = False
+    """Whether codes are gathered, in the backward those of wgrad."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, element_size: int) -> "Layout":
+    def of(cls, parallel: ParallelConfig, element_size: int, communicate: str = "bf16") -> "Layout":
         """Of a run whose activations take `element_size` bytes."""
         tp = parallel.tensor_model_parallel_size
         return cls(
@@ -37,6 +40,7 @@ class Layout:
             sp=parallel.sequence_parallel,
             etp=parallel.expert_tensor_parallel_size or tp,
             element_size=element_size,
+            packed=communicate == "packed",
         )
 
     @property
@@ -92,8 +96,10 @@ def _operand(
         return part, module.k * module.calls * each / layout.tokens
     if high and _shares_input(module, config):
         return part, 0.0
-    # Codes are of the gathered input; in high precision the rank's part is gathered again.
-    return part, module.k * module.calls * each / (layout.tokens if high else 1)
+    # In high precision, and where codes move, the rank's part is kept and gathered again.
+    moves = layout.packed and input_operands(recipe, backward=True) == ("fprop.x", "wgrad.x")
+    own = high or (moves and is_quantized(recipe.fprop_x))
+    return part, module.k * module.calls * each / (layout.tokens if own else 1)
 
 
 def _shares_input(module: GemmShape, config: Any) -> bool:

@@ -168,7 +168,8 @@ def step_time(shape: ModelShape, each: TokenTime, device: Device, sizes: Any) ->
         each: of a token.
         device: of every rank.
         sizes: with tokens (of a step), world, parallel, micro_batches (of a data-parallel rank),
-            and gradient_bytes and weight_bytes (of a rank).
+            gradient_bytes and weight_bytes (of a rank), and gathered (the share of BF16's bytes
+            that sequence-parallel gathers move).
     """
     parallel, world = sizes.parallel, sizes.world
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -180,7 +181,9 @@ def step_time(shape: ModelShape, each: TokenTime, device: Device, sizes: Any) ->
     parts = {**work, "launches": waiting, "pipeline bubble": (busy + waiting) * bubble}
     if tp > 1:
         layers = len(shape.modules()) / 2  # a gather or a reduction beside each linear layer
-        moved = 4 * layers * sizes.tokens * tp / world * shape.config.hidden_size * 2
+        # Two gathers, which may move codes, and two reductions.
+        passes = 2 + 2 * sizes.gathered
+        moved = passes * layers * sizes.tokens * tp / world * shape.config.hidden_size * 2
         parts["tensor-parallel communication"] = moved * (tp - 1) / tp / (device.node.value * 1e9)
     ep = parallel.expert_model_parallel_size
     if ep > 1:

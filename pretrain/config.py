@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
+from models import te_linear
 from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
 from models.config_checks import above_and_below
 from models.precision import PrecisionPlan, plan_precision
@@ -31,6 +32,7 @@ from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import LogConfig, log_config_problems
+from pretrain.monitor_config import MonitorConfig
 from pretrain.optimizer import MUON_MISSING, OptimizerConfig, has_muon
 from pretrain.redact import mask_secrets
 
@@ -85,6 +87,9 @@ class TrainConfig:
     """Steps between evaluations; 0 evaluates only at the end, where there is validation data."""
     eval_batches: int = Field(default=8, ge=1)
     """Global batches of each validation set that an evaluation reads; always the same ones."""
+    eval_also_bf16: bool = False
+    """Validate twice: with the run's own forward pass (`val_loss`), and with no GEMM quantized
+    (`val_loss_bf16`), as the weights would be served in 16 bits."""
     dry_run: bool = False
     """Print the precision of every GEMM and stop before anything is trained."""
     profile_steps: list[int] = field(default_factory=list)
@@ -133,6 +138,7 @@ class PretrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 
 def load_config(
@@ -265,6 +271,14 @@ def _precision_problems(config: PretrainConfig) -> list[str]:
     return []
 
 
+def _recipe_names(config: PretrainConfig) -> set[str]:
+    """Recipes in use, of a plan without problems."""
+    try:
+        return {recipe.name for recipe in precision_plan(config).recipes().values()}
+    except ConfigError:
+        return set()
+
+
 def start_problems(config: PretrainConfig, world: int) -> list[str]:
     """What this start of the run lacks, with `world` processes."""
     return [
@@ -334,6 +348,8 @@ def _machine_problems(config: PretrainConfig) -> list[str]:
             f"train.cuda_graph_impl={config.train.cuda_graph_impl} needs a GPU; this run computes "
             "on a CPU; set it to none"
         )
+    if config.precision.backend == "transformer_engine":
+        found += te_linear.machine_problems(_recipe_names(config))
     if config.optimizer.name == "muon" and not has_muon():
         found.append(MUON_MISSING)
     vocab, remote = config.model.vocab_size, Remote(config.data)

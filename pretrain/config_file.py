@@ -162,7 +162,7 @@ def _set(place: Any, steps: list[str], value: Any) -> None:
     for position, step in enumerate(steps):
         last = position == len(steps) - 1
         if isinstance(place, list):
-            if not step.isdigit() or int(step) > len(place) - (not last):
+            if not step.isdecimal() or int(step) > len(place) - (not last):
                 raise ConfigError(
                     f"{step!r} must be an index into a list of {len(place)}; use 0 to "
                     f"{len(place) - (not last)}"

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import re
+import resource
 import shlex
 import socket
 import subprocess
@@ -145,6 +146,13 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.machine()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that this process has held so far: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**30, 4)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 4)
 
 
 def _memory_gib() -> float | None:

@@ -2,7 +2,7 @@
 """Validation loss: always over the same batches, and without a trace in the training run."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,30 @@ def evaluate(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> float:
 
 
 def evaluate_sets(
-    engine: Engine, sets: Mapping[str, Iterable[Sequence[MicroBatch]]]
+    engine: Engine,
+    sets: Mapping[str, Callable[[], Iterable[Sequence[MicroBatch]]]],
+    also_bf16: bool = False,
 ) -> dict[str, float]:
-    """Row entries of named validation sets: `val_loss/NAME`; a single unnamed one: `val_loss`."""
-    return {
-        "val_loss" if not name else f"val_loss/{name}": evaluate(engine, batches)
-        for name, batches in sets.items()
-    }
+    """Row entries of named validation sets: `val_loss/NAME`; a single unnamed one: `val_loss`.
+
+    Args:
+        engine: what is trained.
+        sets: by name, what gives the batches of the set, anew at each call.
+        also_bf16: also `val_loss_bf16`, of the same batches with nothing quantized in the forward
+            pass: GEMMs in the run's own dtype.
+    """
+    found = {}
+    for name, batches in sets.items():
+        suffix = f"/{name}" if name else ""
+        found[f"val_loss{suffix}"] = evaluate(engine, batches())
+        if not also_bf16:
+            continue
+        if not engine.plan.is_quantized:
+            found[f"val_loss_bf16{suffix}"] = found[f"val_loss{suffix}"]
+            continue
+        with engine.plan.without_quantization():
+            found[f"val_loss_bf16{suffix}"] = evaluate(engine, batches())
+    return found
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 """metrics.jsonl: one JSON object a line, one history however often the run stopped.
 
 Three kinds of rows share the file, told apart by their keys: training rows (`loss`), validation
-rows (`val_loss` or `val_loss/NAME`) and events (`event`). Every row carries `step`.
+rows (`val_loss` or `val_loss/NAME`, and `val_loss_bf16` likewise) and events (`event`). Every row
+carries `step`.
 Values that JSON cannot hold are written as the strings "NaN", "Infinity" and "-Infinity", which
 `float()` reads back.
 """
@@ -21,9 +22,17 @@ from fused_ops.errors import ConfigError
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+NUMERICS_FILE = "numerics.jsonl"
+"""Rows of `pretrain.numerics_monitor`, kept the same way."""
 DROPPED_FILE = "metrics.dropped.jsonl"
+"""Lines of metrics.jsonl that a resumed run replaces; other histories have one of their own."""
 
 Row = dict[str, Any]
+
+
+def dropped_file(path: Path) -> Path:
+    """Where a history's replaced lines go: metrics.dropped.jsonl for metrics.jsonl."""
+    return path.with_suffix(f".dropped{path.suffix}")
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -53,8 +62,8 @@ def split_lines(data: bytes) -> tuple[list[Row], list[bytes]]:
 def cut_history(path: Path, last_step: int | None) -> int:
     """Makes `path` the history up to and including `last_step`; None starts a new history.
 
-    Rows after it, and damaged lines, move to metrics.dropped.jsonl beside it, so that nothing is
-    lost. A half-written last line is repaired. Written to a temporary name, then renamed.
+    Rows after it, and damaged lines, move to NAME.dropped.jsonl beside it, so that nothing is lost.
+    A half-written last line is repaired. Written to a temporary name, then renamed.
 
     Returns:
         The number of lines moved.
@@ -69,7 +78,7 @@ def cut_history(path: Path, last_step: int | None) -> int:
     if content == data:
         return 0
     moved = [encode_row(r) for r in dropped] + [line + b"\n" for line in damaged]
-    with open(path.with_name(DROPPED_FILE), "ab") as backup:
+    with open(dropped_file(path), "ab") as backup:
         backup.writelines(moved)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
@@ -103,7 +112,10 @@ class JsonlSink:
         self._failing = False
         if moved:
             log.info(
-                "%s: %d lines that this run replaces went to %s", self.path, moved, DROPPED_FILE
+                "%s: %d lines that this run replaces went to %s",
+                self.path,
+                moved,
+                dropped_file(self.path).name,
             )
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_ops.formats import QuantizedTensor
-from fused_ops.linear import Operand
+from fused_ops.linear import LinearCall, Operand
 from models import delayed
 from models.precision import named_gemms, unwrap
 from pretrain.engine import Engine
@@ -65,7 +65,13 @@ class _Watch:
     def __init__(self, layer: str, seen: list[Finding], rank: int) -> None:
         self.layer, self.seen, self.rank = layer, seen, rank
 
-    def observe(self, gemm: str, operand: str, tensor: Tensor, quantized: Operand) -> None:
+    def wants(self, micro_batch: int) -> bool:
+        """All of them."""
+        return True
+
+    def observe(
+        self, gemm: str, operand: str, tensor: Tensor, quantized: Operand, call: LinearCall
+    ) -> None:
         """Signature: `fused_ops.linear.Observer.observe`. Waits for the device."""
         values = tensor.detach()
         finite = torch.isfinite(values)

@@ -130,6 +130,11 @@ class MetricsLogger:
         for sink in self._others:
             sink.put(row)
 
+    def show(self, row: Mapping[str, Any]) -> None:
+        """A row for the other sinks only: numbers that have a file of their own."""
+        for sink in self._others:
+            sink.put(row)
+
     def event(self, kind: str, step: int, **details: Any) -> None:
         """One row for something that happened: resume, skip, precision_switch, save, stop."""
         if self._jsonl is not None:

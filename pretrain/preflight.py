@@ -13,6 +13,7 @@ from fused_ops.errors import ConfigError
 from fused_ops.recipe import GemmRecipe
 from models.config import ParallelConfig, padded_vocab_size, transformer_config
 from models.flops import ModelShape, ParameterCount, count_parameters, flops_per_token
+from models.gather_bytes import communication_lines, plan_gathers
 from models.memory import (
     Sharing,
     code_bytes,
@@ -101,6 +102,8 @@ class StepSizes:
     micro_batches: int
     gradient_bytes: float
     weight_bytes: float
+    gathered: float = 1.0
+    """Share of BF16's bytes that sequence-parallel gathers move."""
 
 
 def preflight(
@@ -238,6 +241,8 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
     result.shape, result.parameters = shape, count_parameters(shape)
     result.flops = sum(flops_per_token(shape).values())
     result.notes += plan.notes() + _isolation_notes(config, plan) + _capacity_notes(config)
+    moved, how = plan_gathers(plan, train.micro_batch_size), config.precision.communicate
+    result.notes += communication_lines(plan, train.micro_batch_size)
     recipes = plan.recipes()
     result.memory = [
         rank_memory(config, shape, recipes, world, stage)
@@ -252,6 +257,7 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
         micro_batches=micro_batches(config, world),
         gradient_bytes=worst.parts["gradients"],
         weight_bytes=worst.parts["weights"],
+        gathered=moved.share if how == "packed" else 1.0,
     )
     result.step = step_time(shape, result.token, device, sizes)
     largest = max(memory.total for memory in result.memory)
@@ -344,7 +350,7 @@ def rank_memory(
     ]
     symbols = [symbol for _, symbol in own]
     symbols += [*"/", *pattern.mtp] * pattern.mtp_depths if last else []
-    layout = Layout.of(parallel, size)
+    layout = Layout.of(parallel, size, config.precision.communicate)
     each = saved_bytes(modules, symbols, shape, recipes, layout)
     tokens = train.micro_batch_size * shape.seq_length // parallel.context_parallel_size
     each = _recomputed(each, len(symbols), shape, layout)

@@ -128,7 +128,7 @@ def said_by_first(rank: str, texts: Sequence[str]) -> set[str]:
 def environment_problems(environ: Mapping[str, str]) -> list[str]:
     """What launchers leave out, and what would make every process a run of its own."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "RANK" not in environ and tasks.isdigit() and int(tasks) > 1:
+    if "RANK" not in environ and tasks.isdecimal() and int(tasks) > 1:
         return [
             f"srun started {tasks} tasks, and none is told its rank, so each would be a run of its "
             "own; start one torchrun a node: srun torchrun ... -m pretrain CONFIG "
@@ -140,7 +140,7 @@ def environment_problems(environ: Mapping[str, str]) -> list[str]:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
         if name not in environ
     ]
-    if missing and "RANK" in environ and world.isdigit() and int(world) > 1:
+    if missing and "RANK" in environ and world.isdecimal() and int(world) > 1:
         return [
             f"a process of {world} must know {', '.join(missing)}; not set on "
             f"{socket.gethostname()}; start it with torchrun, which sets all of them"
@@ -220,7 +220,7 @@ def _reach(rank: int, world: int) -> Any:
     host, name = socket.gethostname(), os.environ["MASTER_ADDR"]
     port = os.environ["MASTER_PORT"]
     where = f"rank {rank} ({host})"
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{where}: MASTER_PORT must be a port; got {port!r}; set a free one")
     try:
         socket.getaddrinfo(name, int(port))

@@ -5,12 +5,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
+from models.gather_bytes import communication_lines
 from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
@@ -22,16 +24,23 @@ from pretrain.config_file import encode
 from pretrain.cuda_graph import leave_default_stream
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
-from pretrain.data.loader import BatchOptions, MicroBatch, TrainLoader, ValidLoader
+from pretrain.data.loader import BatchOptions, TrainLoader, ValidLoader
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
-from pretrain.environment import cudnn_shadow, git_state, report_absences, write_environment
+from pretrain.environment import (
+    cudnn_shadow,
+    git_state,
+    peak_memory_gib,
+    report_absences,
+    write_environment,
+)
 from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
+from pretrain.numerics_monitor import NumericsMonitor
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
@@ -207,6 +216,7 @@ class Trainer:
             "tokens_per_s": tokens / seconds,
             "seconds": seconds,
             "skipped": int(not result.updated),
+            "memory_gib": peak_memory_gib(self.world.device),
         }
         if self.config.train.dtype == "fp16":
             row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
@@ -240,12 +250,14 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self.validation:
             return
-        count = self.config.train.eval_batches
-        sets: dict[str, Iterator[list[MicroBatch]]] = {
-            name: loader.batches(count) for name, loader in self.validation.items()
+        train = self.config.train
+        sets = {
+            name: partial(loader.batches, train.eval_batches)
+            for name, loader in self.validation.items()
         }
         self.each("on_phase", "evaluate")
-        row = {"step": self.state.step, **evaluate_sets(self.engine, sets)}
+        losses = evaluate_sets(self.engine, sets, train.eval_also_bf16)
+        row = {"step": self.state.step, "tokens": self.state.consumed_tokens, **losses}
         self.each("on_eval", row)
 
     def _evaluate_at_end(self) -> None:
@@ -363,6 +375,13 @@ class Trainer:
                 share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
                 log.info("blend: %s of the samples from %s", share, shards.directory)
 
+    def _tell_gathers(self) -> None:
+        """What moves as codes, and what does not."""
+        if self.config.precision.communicate == "packed":
+            size = self.config.train.micro_batch_size
+            for line in communication_lines(self.engine.plan, size):
+                log.info("%s", line)
+
     def _tell_consumed(self) -> None:
         """What was read of each source of a blend."""
         if self.world.is_main and len(self.dataset.shards) > 1:
@@ -378,6 +397,7 @@ class Trainer:
             (run_dir / "precision.json").write_text(table)
             write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
             report_absences()
+            self._tell_gathers()
             if shadowed := cudnn_shadow():
                 log.warning("%s", shadowed)
         metrics = MetricsLogger(
@@ -393,6 +413,11 @@ class Trainer:
         self.callbacks.append(Record(metrics, progress))
         if config.log.throughput_window:
             self.callbacks.append(Throughput(config.log.throughput_window, self.engine))
+        if config.monitor.interval:
+            show = metrics.show if main else None
+            self.callbacks.append(
+                NumericsMonitor(config.monitor, self.engine, run_dir, resumed_step, show)
+            )
         if config.train.profile_steps:
             self.callbacks.append(Profile(config.train.profile_steps, run_dir / "profile"))
         if config.log.report:

@@ -119,7 +119,7 @@ def norm_variants() -> list[Variant]:
     found = []
     for size in (4096, 128):
         shape = tile(size)
-        warps = shape.pop("num_warps")
+        warps = shape.pop("warps")
         constants: dict[str, Any] = {"ZERO_CENTERED": False, **shape}
         more = constants | {"MORE": True}
         found.append(
@@ -226,15 +226,18 @@ def _pairs() -> list[Variant]:
         for side in "rc"
         for name, kind in (
             ("amax", "*fp32"), ("codes", "*i64"), ("scales", "*u8"), ("used", "*fp32"),
-            ("count", "*i32"),
+            ("count", "*i32"), ("key", "*i64"),
         )
     }  # fmt: skip
     found = [
         Variant(
-            "quantize_pair", label, constants | tile | {"C_HADAMARD": True}, PAIR_TILE["warps"],
-            pointers,
+            "quantize_pair", label + (", key on the device" if on_device else ""),
+            constants | tile | {"C_HADAMARD": True, "KEY_ON_DEVICE": on_device},
+            PAIR_TILE["warps"], pointers,
         )
         for label, constants in pairs.items()
+        for on_device in (False, True)
+        if constants["R_STOCHASTIC"] or not on_device
     ]  # fmt: skip
     found.append(
         Variant(

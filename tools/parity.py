@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layouts",
         default=",".join(DEFAULT_LAYOUTS),
-        help="of tpN, sp, ppN, vN, cpN, epN, etpN, dpN, overlap, whole, recompute (%(default)s)",
+        help="of tpN, sp, ppN, vN, cpN, epN, etpN, dpN, overlap, whole, recompute, packed "
+        "(%(default)s)",
     )
     parser.add_argument(
         "--patterns", default=DEFAULT_PATTERNS, help="what the model is made of (%(default)s)"

@@ -84,7 +84,7 @@ def _check_options(options: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             problems.append(f"{flag} must be at least 1; got {getattr(options, name)}")
     spec = options.tokenizer
-    if spec.startswith("train:") and not spec.removeprefix("train:").isdigit():
+    if spec.startswith("train:") and not spec.removeprefix("train:").isdecimal():
         problems.append(f"--tokenizer train:VOCAB needs a number, as train:4096; got {spec}")
     if problems:
         raise ConfigError(problems)

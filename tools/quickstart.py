@@ -97,7 +97,7 @@ def find_place(data: Path, overrides: list[str]) -> Place:
     return Place(
         data,
         run,
-        int(steps) if steps.isdigit() else sys.maxsize,
+        int(steps) if steps.isdecimal() else sys.maxsize,
         tuple(f"{k}={v}" for k, v in given.items()),
     )
 

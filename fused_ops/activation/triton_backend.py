@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.triton_support import float_reason, on_device_of, power_of_two
+from fused_ops.triton_support import float_reason, launch, power_of_two
 
 BLOCK, WARPS = 2048, 8
 """Columns and warps of a program: 8 elements a thread, so that loads are of 16 bytes."""
@@ -28,11 +28,11 @@ class _Activation(torch.autograd.Function):
         features = x.shape[-1] // (2 if gated else 1)
         y = torch.empty((*x.shape[:-1], features), dtype=x.dtype, device=x.device)
         block = min(BLOCK, power_of_two(features))
-        with on_device_of(x):
-            kernels.activation_forward[(y.numel() // features, -(-features // block))](
-                x, x if scale is None else scale.contiguous(), y, features,
-                gated, scale is not None, block, num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            kernels.activation_forward, (y.numel() // features, -(-features // block)),
+            x, x if scale is None else scale.contiguous(), y, features,
+            gated, scale is not None, block, on=x.device, warps=WARPS,
+        )  # fmt: skip
         return y
 
     @staticmethod
@@ -47,12 +47,12 @@ class _Activation(torch.autograd.Function):
         block = min(BLOCK, power_of_two(features))
         pieces = -(-features // block) if scale is None else 1
         span = block if scale is None else -(-features // block) * block
-        with on_device_of(x):
-            kernels.activation_backward[(rows, pieces)](
-                x, x if scale is None else scale.contiguous(), dy.contiguous(), dx,
-                x if d_scale is None else d_scale, features, span,
-                ctx.gated, scale is not None, block, num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            kernels.activation_backward, (rows, pieces),
+            x, x if scale is None else scale.contiguous(), dy.contiguous(), dx,
+            x if d_scale is None else d_scale, features, span,
+            ctx.gated, scale is not None, block, on=x.device, warps=WARPS,
+        )  # fmt: skip
         return dx, d_scale, None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_ops.triton_support import float_reason, on_device_of, power_of_two
+from fused_ops.triton_support import float_reason, launch, power_of_two
 
 if TYPE_CHECKING:
     from fused_ops.cross_entropy.api import VocabShard
@@ -36,11 +36,11 @@ class _CrossEntropy(torch.autograd.Function):
         start = 0 if shard is None else shard.start
         rows, width = flat.shape
         peak, total, target = torch.empty((3, rows), dtype=torch.float32, device=flat.device)
-        with on_device_of(flat):
-            kernels.cross_entropy_forward[(rows,)](
-                flat, column, peak, total, target, start, width, shard is None,
-                min(FORWARD_BLOCK, power_of_two(width)), num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            kernels.cross_entropy_forward, (rows,),
+            flat, column, peak, total, target, start, width, shard is None,
+            min(FORWARD_BLOCK, power_of_two(width)), on=flat.device, warps=WARPS,
+        )  # fmt: skip
         loss, log_norm = target, peak
         if shard is not None:
             held = (column >= start) & (column < start + width)
@@ -59,11 +59,11 @@ class _CrossEntropy(torch.autograd.Function):
         out = flat if ctx.overwrite else torch.empty_like(flat)
         rows, width = flat.shape
         block = min(BACKWARD_BLOCK, power_of_two(width))
-        with on_device_of(flat):
-            kernels.cross_entropy_backward[(rows, -(-width // block))](
-                flat, column, log_norm, dy.reshape(-1).float().contiguous(), out, ctx.start, width,
-                block, num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            kernels.cross_entropy_backward, (rows, -(-width // block)),
+            flat, column, log_norm, dy.reshape(-1).float().contiguous(), out, ctx.start, width,
+            block, on=flat.device, warps=WARPS,
+        )  # fmt: skip
         if ctx.overwrite:  # autograd then refuses what still wanted to read the logits
             torch.autograd.graph.increment_version(logits)
         return out.view(ctx.shape), None, None, None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_ops.embedding.reference import rows_of
 from fused_ops.linear import dummy_gradient
-from fused_ops.triton_support import float_reason, on_device_of, power_of_two
+from fused_ops.triton_support import float_reason, launch, power_of_two
 
 ROWS, BLOCK, WARPS = 8, 512, 4
 """Rows and columns that a program adds at once, and its warps."""
@@ -38,11 +38,11 @@ class _Embedding(torch.autograd.Function):
         names, order = ids.reshape(-1).long().sort(stable=True)
         dy = dy.contiguous()
         features, block = dy.shape[-1], min(BLOCK, power_of_two(dy.shape[-1]))
-        with on_device_of(dy):
-            kernels.add_rows[(names.numel(), -(-features // block))](
-                names, order, dy, ctx.weight.main_grad, names.numel(), features, ROWS, block,
-                num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            kernels.add_rows, (names.numel(), -(-features // block)),
+            names, order, dy, ctx.weight.main_grad, names.numel(), features, ROWS, block,
+            on=dy.device, warps=WARPS,
+        )  # fmt: skip
         return None, dummy_gradient(ctx.weight), None
 
 

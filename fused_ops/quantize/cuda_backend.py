@@ -23,6 +23,7 @@ from fused_ops.quantize import triton_backend
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.triton_backend import FORMS, Output
 from fused_ops.quantize.triton_launch import sign_factors, words
+from fused_ops.triton_support import raw_stream
 
 SOURCE = Path(__file__).parent / "cuda" / "quantize_pair.cu"
 TARGETS = ("sm_90", "sm_100", "sm_103")
@@ -164,7 +165,6 @@ def _launch(
     values = (ctypes.c_int64 * 8)(*numbers)
     run = _library(tuple(macros), torch.cuda.get_device_capability(x.device))
     with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        status = run(ctypes.c_void_p(stream), pointers, values)
+        status = run(ctypes.c_void_p(raw_stream(x.device)), pointers, values)
     if status != 0:
         raise RuntimeError(f"the quantizer could not be launched: CUDA error {status}")

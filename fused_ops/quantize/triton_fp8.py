@@ -28,6 +28,9 @@ def pair_supports(
     """Why quantize_pair cannot take x, or None."""
     if row != column:
         return f"two operands of one kind, got {row.label!r} and {column.label!r}"
+    if x.dtype != torch.bfloat16:
+        # Of fp32 Triton 3.6 compiles one of the two stores wrong (the tests' finding, on an H200).
+        return f"bf16, got {x.dtype}"
     return supports(x, row)
 
 

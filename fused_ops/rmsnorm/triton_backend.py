@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.triton_support import float_reason, on_device_of, power_of_two
+from fused_ops.triton_support import float_reason, launch, power_of_two
 
 TILE = 4096
 """Elements of a tile: short rows are taken several at a time."""
@@ -28,10 +28,10 @@ def supports(x: Tensor, weight: Tensor, eps: float, group_size: int | None, _: b
 
 
 def tile(size: int) -> dict[str, int]:
-    """Rows and columns of a tile of rows of `size` features, and the warps that take it."""
+    """Rows and columns of a tile of rows of `size` features, and the `warps` that take it."""
     block = power_of_two(size)
     rows = max(1, TILE // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "warps": min(16, max(4, rows * block // 512))}
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -49,11 +49,10 @@ class _RMSNorm(torch.autograd.Function):
         y = torch.empty_like(x)
         rstd = torch.empty(tokens * groups, dtype=torch.float32, device=x.device)
         shape = tile(size)
-        with on_device_of(x):
-            kernels.rmsnorm_forward[(-(-tokens // shape["ROWS"]), groups)](
-                x, weight, y, rstd, tokens, groups, size, eps, zero_centered, **shape,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            kernels.rmsnorm_forward, (-(-tokens // shape["ROWS"]), groups),
+            x, weight, y, rstd, tokens, groups, size, eps, zero_centered, on=x.device, **shape,
+        )  # fmt: skip
         ctx.size, ctx.zero_centered = size, zero_centered
         ctx.save_for_backward(x, weight, rstd)
         return (y, given) if keep else y
@@ -73,14 +72,15 @@ class _RMSNorm(torch.autograd.Function):
         partial = torch.empty((programs, features), dtype=torch.float32, device=x.device)
         dy = dy.contiguous()
         other = dy if more is None else more.contiguous()
-        with on_device_of(x):
-            kernels.rmsnorm_backward[(programs, groups)](
-                x, weight, rstd, dy, other, dx, partial, tokens, groups, size,
-                ctx.zero_centered, more is not None, **shape, enable_fp_fusion=False,
-            )  # fmt: skip
-            kernels.sum_partials[(-(-features // 32),)](
-                partial, d_weight, programs, features, 32, 32, num_warps=4, enable_fp_fusion=False
-            )
+        launch(
+            kernels.rmsnorm_backward, (programs, groups),
+            x, weight, rstd, dy, other, dx, partial, tokens, groups, size,
+            ctx.zero_centered, more is not None, on=x.device, **shape,
+        )  # fmt: skip
+        launch(
+            kernels.sum_partials, (-(-features // 32),),
+            partial, d_weight, programs, features, 32, 32, on=x.device, warps=4,
+        )  # fmt: skip
         return dx, d_weight, None, None, None, None
 
 

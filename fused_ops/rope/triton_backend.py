@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fused_ops.triton_support import float_reason, on_device_of, power_of_two
+from fused_ops.triton_support import float_reason, launch, power_of_two
 
 HEADS, WARPS = 16, 4
 """Heads and warps of a program."""
@@ -51,13 +51,13 @@ def _launch(
     three = parts if len(parts) == 3 else parts * 3
     strides = [n for part in three for n in part.stride()[:3]]
     queries = three[0].shape[2] // three[1].shape[2] if len(parts) == 3 else heads
-    with on_device_of(mixed):
-        kernels.rotate_heads[(length * batch, -(-heads // HEADS))](
-            mixed, *three, cos, sin, batch, heads, mixed.stride(0), mixed.stride(1), *strides,
-            QUERIES=queries, DIM=dim, HALF=half, PARTS=len(parts), BACKWARD=backward,
-            HEADS=HEADS, BLOCK=power_of_two(half), REST=power_of_two(dim - 2 * half),
-            num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        kernels.rotate_heads, (length * batch, -(-heads // HEADS)),
+        mixed, *three, cos, sin, batch, heads, mixed.stride(0), mixed.stride(1), *strides,
+        QUERIES=queries, DIM=dim, HALF=half, PARTS=len(parts), BACKWARD=backward,
+        HEADS=HEADS, BLOCK=power_of_two(half), REST=power_of_two(dim - 2 * half),
+        on=mixed.device, warps=WARPS,
+    )  # fmt: skip
 
 
 def _neighbours(x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.triton_support import raw_stream
+
 _DATA_TYPES = {
     torch.float32: 0,
     torch.float16: 2,
@@ -169,21 +171,23 @@ def matmul(
         out: contiguous [M, N], bf16, fp16 or fp32.
     """
     device = a.device.index
-    stream = torch.cuda.current_stream(a.device).cuda_stream
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return matmul(a, b, alpha, out=out, accumulate=accumulate)
+    stream = raw_stream(a.device)
     kept = _constants(device, stream)
     shape = (a.shape[0], b.shape[0], a.shape[1])
     by_columns = (not a.is_contiguous(), not b.is_contiguous())
-    with torch.cuda.device(a.device):
-        operation, first, second, layout, result = _plan(
-            device, shape, (a.dtype, b.dtype, out.dtype), by_columns
-        )
-        target = out.data_ptr()
-        status = _matmul()(
-            _handle(device), operation, kept.one if alpha is None else alpha.data_ptr(),
-            b.data_ptr(), first, a.data_ptr(), second, kept.one if accumulate else kept.zero,
-            target, layout, target, layout, ctypes.byref(result),
-            kept.workspace, _WORKSPACE, stream,
-        )  # fmt: skip
+    operation, first, second, layout, result = _plan(
+        device, shape, (a.dtype, b.dtype, out.dtype), by_columns
+    )
+    target = out.data_ptr()
+    status = _matmul()(
+        _handle(device), operation, kept.one if alpha is None else alpha.data_ptr(),
+        b.data_ptr(), first, a.data_ptr(), second, kept.one if accumulate else kept.zero,
+        target, layout, target, layout, ctypes.byref(result),
+        kept.workspace, _WORKSPACE, stream,
+    )  # fmt: skip
     if status != 0:
         raise RuntimeError(f"cublasLtMatmul failed with cuBLAS status {status}")
     return out

@@ -28,7 +28,7 @@ _RECOMPUTE = {
         "recompute_num_layers": 1,
     },
 }
-_WORD = re.compile(r"(etp|tp|pp|cp|ep|dp|v)(\d+)|(sp|overlap|whole|recompute)")
+_WORD = re.compile(r"(etp|tp|pp|cp|ep|dp|v)(\d+)|(sp|overlap|whole|recompute|packed)")
 
 DEFAULT_LAYOUTS = (
     "tp2",
@@ -41,6 +41,7 @@ DEFAULT_LAYOUTS = (
     "dp2_overlap",
     "tp2sp_etp1_ep2",
     "tp2sp_recompute",
+    "tp2sp_packed",
     "tp2pp2",
     "tp2sp_cp2",
     "pp2_ep2",
@@ -57,6 +58,8 @@ class Layout:
     """Further fields of `model.megatron`: recomputation."""
     processes: int
     """How many it needs."""
+    communicate: str = "bf16"
+    """What sequence-parallel gathers move: `precision.communicate`."""
 
 
 def parse_layout(name: str) -> Layout:
@@ -64,14 +67,15 @@ def parse_layout(name: str) -> Layout:
 
     Words, in any order, with or without `_` between them: tpN, sp, ppN, vN (stages a process), cpN,
     epN, etpN, dpN; overlap (of gradient reduction and parameter gather), whole (no distributed
-    optimizer), recompute. dpN is as large as the others need where it is not given.
+    optimizer), recompute, packed (gathers of codes). dpN is as large as the others need where it
+    is not given.
 
     Raises:
         ConfigError: a word that is none of them, or one twice.
     """
     fields: dict[str, Any] = {}
     megatron: dict[str, Any] = {}
-    data, position = None, 0
+    data, position, communicate = None, 0, "bf16"
     while position < len(name):
         if name[position] in "_-":
             position += 1
@@ -79,8 +83,9 @@ def parse_layout(name: str) -> Layout:
         found = _WORD.match(name, position)
         if found is None:
             raise ConfigError(
-                f"a layout is made of tpN, sp, ppN, vN, cpN, epN, etpN, dpN, overlap, whole and "
-                f"recompute; got {name!r} at {name[position:]!r}; such as tp2sp, pp2v2 or dp2"
+                f"a layout is made of tpN, sp, ppN, vN, cpN, epN, etpN, dpN, overlap, whole, "
+                f"recompute and packed; got {name!r} at {name[position:]!r}; such as tp2sp, pp2v2 "
+                "or dp2"
             )
         key, size, switch = found.groups()
         position = found.end()
@@ -90,13 +95,19 @@ def parse_layout(name: str) -> Layout:
             fields[_SIZES[key]] = int(size)
         elif switch in _RECOMPUTE:
             megatron |= _RECOMPUTE[switch]
+        elif switch == "packed":
+            communicate = switch
         else:
             fields |= _SWITCHES[switch]
     if not name:
         raise ConfigError("a layout needs a name, such as tp2sp; got an empty one")
     parallel = ParallelConfig(**fields)
     return Layout(
-        name=name, parallel=parallel, megatron=megatron, processes=_processes(parallel, data)
+        name=name,
+        parallel=parallel,
+        megatron=megatron,
+        processes=_processes(parallel, data),
+        communicate=communicate,
     )
 
 

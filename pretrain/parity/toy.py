@@ -141,7 +141,7 @@ def run_config(case: Case, layout: Layout) -> PretrainConfig:
             },
             "optimizer": {"lr": 3e-3, "eps": 1e-3, "schedule": "constant"},
             "parallel": parallel,
-            "precision": {"recipe": case.recipe},
+            "precision": {"recipe": case.recipe, "communicate": layout.communicate},
         }
     )
 

@@ -21,9 +21,9 @@ import yaml
 from pretrain.data.manifest import load_manifest
 from pretrain.data.stats import unigram_entropy
 from pretrain.environment import ENVIRONMENT_FILE
-from pretrain.history import METRICS_FILE, Row, split_lines
+from pretrain.history import METRICS_FILE, NUMERICS_FILE, Row, read_metrics, split_lines
 from pretrain.redact import mask_secrets, mask_text
-from pretrain.report import sections
+from pretrain.report import numerics, sections
 
 REPORT_FILE = "report.html"
 _COUNTED_TOKENS = 20_000_000
@@ -61,6 +61,7 @@ class Run:
     config_text: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
+    numerics: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     updated: float | None = None
     unigram_entropy: float | None = None
@@ -100,6 +101,8 @@ def load_run(run_dir: Path | str) -> Run:
     precision = _text(run, folder / "precision.json")
     found = _parsed(run, "precision.json", precision, _precision)
     run.precision = found or {}
+    if (folder / NUMERICS_FILE).exists():
+        run.numerics = read_metrics(folder / NUMERICS_FILE)
     run.unigram_entropy = _unigram_entropy(run.config or {})
     return run
 
@@ -111,16 +114,19 @@ def render_page(run: Run) -> str:
         sections.tiles(run),
         sections.curves(run),
         sections.precision(run),
+        numerics.section(run.numerics),
         sections.events(run),
         sections.environment(run),
         sections.configuration(run),
         f"<footer>nibble, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</footer>",
     ]
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    title = escape(f"{run.name}: nibble run")
-    return _PAGE.format(
-        policy=_POLICY, title=title, style=style, body="\n".join(filter(None, body))
-    )
+    return page_of(f"{run.name}: nibble run", "\n".join(filter(None, body)))
+
+
+def page_of(title: str, body: str, style: str = "") -> str:
+    """A self-contained page around `body` (HTML); `style` is added to the style sheet."""
+    sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8") + style
+    return _PAGE.format(policy=_POLICY, title=escape(title), style=sheet, body=body)
 
 
 def _load_metrics(run: Run, path: Path) -> None:
@@ -138,8 +144,9 @@ def _load_metrics(run: Run, path: Path) -> None:
             run.events.append(row)
             continue
         for key, value in row.items():
-            if key == "val_loss" or key.startswith("val_loss/"):
-                name = key.removeprefix("val_loss").removeprefix("/")
+            if key.split("/")[0] in ("val_loss", "val_loss_bf16"):
+                forward, _, name = key.partition("/")
+                name = f"{name} (BF16 forward)".strip() if forward != "val_loss" else name
                 run.validation.setdefault(name, []).append((row["step"], _float(value)))
         if "loss" in row:
             run.training.append({k: _float(v) if k != "step" else v for k, v in row.items()})

@@ -310,7 +310,7 @@ class Watch:
     def __init__(self):
         self.seen = {}
 
-    def observe(self, gemm, operand, tensor, quantized):
+    def observe(self, gemm, operand, tensor, quantized, call):
         self.seen.setdefault(f"{gemm}_{operand}", []).append((tensor, quantized))
 
 
@@ -436,7 +436,7 @@ def test_an_evaluation_quantizes_for_the_forward_alone():
     seen: list[str] = []
 
     class Watch:
-        def observe(self, gemm, operand, tensor, quantized):
+        def observe(self, gemm, operand, tensor, quantized, call):
             seen.append(f"{gemm}.{operand}")
 
     x, weight = torch.randn(32, 64), torch.nn.Parameter(torch.randn(48, 64))

@@ -19,7 +19,8 @@ NAMES = [
     "bf16", "fp16", "fp32", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise",
     "fp8_blockwise_fp32", "mxfp8", "mxfp4",
     "mxfp4_hadamard", "nvfp4", "nvfp4_4over6", "nvfp4_requant", "nvfp4_requant_4over6", "nvfp4_v2",
-    "nvfp4_v2_4over6", "nvfp4_pow2", "nvfp4_fast", "mxfp8_fwd_nvfp4_bwd", "nvfp4_fwd_mxfp8_bwd",
+    "nvfp4_v2_4over6", "nvfp4_pow2", "nvfp4_pow2_from_codes", "nvfp4_fast", "mxfp8_fwd_nvfp4_bwd",
+    "nvfp4_fwd_mxfp8_bwd",
 ]  # fmt: skip
 
 

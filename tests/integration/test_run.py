@@ -93,6 +93,7 @@ def _check_folder(run: Path) -> None:
         "tokens_per_s",
         "seconds",
         "skipped",
+        "memory_gib",
     )
     assert tuple(row) == keys
     assert (row["tokens"], row["skipped"]) == (4 * 32, 0)

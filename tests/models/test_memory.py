@@ -154,6 +154,23 @@ def test_saved_tensors(pattern, recipe):
     assert formula == pytest.approx(_saved(chunk), rel=0.10)
 
 
+def test_a_rank_keeps_its_own_codes_where_codes_move():
+    """X of column layers: gathered codes of all tokens, or those of this rank's part of them."""
+    shape = shape_of("-", {})
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    kept = {}
+    for recipe in ("nvfp4_fast", "bf16"):
+        recipes = {m.name: get_recipe(recipe) for m in shape.modules()}
+        for how in ("bf16", "packed"):
+            layout = Layout.of(parallel, 2, how)
+            parts = saved_bytes(shape.modules(), "-", shape, recipes, layout)
+            kept[recipe, how] = sum(v for name, v in parts.items() if name.startswith("operands"))
+    inner = shape.modules()[1].k / 2
+    assert kept["nvfp4_fast", "bf16"] == (64 + inner) * 0.5625
+    assert kept["nvfp4_fast", "packed"] == (32 + inner) * 0.5625
+    assert kept["bf16", "packed"] == kept["bf16", "bf16"] == (32 + inner) * 2
+
+
 def test_codes_of_weights():
     shape = shape_of("*-", {})
     recipes = {m.name: get_recipe("nvfp4") for m in shape.modules()}

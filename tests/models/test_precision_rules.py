@@ -300,12 +300,8 @@ def test_everything_is_reported_at_once():
         ],
         schedule=[{"from": 1.2, "recipe": "mxfp9"}],
         recipes={"bf16": {}, "mine": {"fprop_x": "nvfp9", "fprop_v": "bf16"}},
-        communicate="packed",
-        backend="transformer_engine",
     )
     for text in (
-        "precision.communicate packed is not available",
-        "precision.backend transformer_engine is not available",
         "precision.recipes.bf16 is the name of a built-in recipe",
         "precision.recipes.mine: fprop_x: format",
         "precision.recipes.mine: a recipe has no key 'fprop_v'",

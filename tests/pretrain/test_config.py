@@ -25,7 +25,7 @@ def test_defaults_and_round_trip(tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
     assert list(yaml.safe_load((tmp_path / "config.yaml").read_text())) == [
         *("run", "model", "data", "train", "optimizer", "parallel", "precision"),
-        *("checkpoint", "log"),
+        *("checkpoint", "log", "monitor"),
     ]
     assert not list(tmp_path.glob("*.tmp"))
 

@@ -161,6 +161,9 @@ def test_observed_steps_are_not_replayed(folder, graphs):
     class Watch:
         seen = 0
 
+        def wants(self, micro_batch):
+            return True
+
         def observe(self, *arguments):
             self.seen += 1
 

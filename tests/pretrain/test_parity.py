@@ -36,6 +36,8 @@ def test_layouts_by_name():
     assert parse_layout("tp2dp3").processes == 6
     assert parse_layout("dp2_overlap").parallel.overlap_param_gather
     assert parse_layout("tp2sp_recompute").megatron["recompute_granularity"] == "full"
+    packed = parse_layout("tp2sp_packed")
+    assert (packed.communicate, packed.parallel) == ("packed", parse_layout("tp2sp").parallel)
 
 
 @pytest.mark.parametrize("name", ["", "tp", "tpx2", "tp2 sp", "zp2"])

@@ -178,6 +178,29 @@ def test_blocks_that_are_not_those_of_one_process_are_noted(run_file, parallel, 
     assert said is None or said in noted[0]
 
 
+def test_what_gathers_move(run_file):
+    """In BF16 and in codes, in the notes, in the time of a step and in what a rank keeps."""
+    path = run_file(parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True})
+    plain, packed = (
+        preflight(path, ["precision.recipe=nvfp4_pow2", f"precision.communicate={how}"], H200, 2)
+        for how in ("bf16", "packed")
+    )
+    (before,) = [note for note in plain.notes if "sequence-parallel gathers" in note]
+    (after,) = [note for note in packed.notes if "sequence-parallel gathers" in note]
+    assert before.endswith(after.split(" bring a rank ")[1].split(" a ")[0])
+    # in_proj of the run file stays in BF16, and gathers X again in the backward
+    assert "3,540.0 MiB a micro-batch, 0.66 of the 5,360.0 MiB" in after
+    wire = "tensor-parallel communication"
+    ratio = packed.step.parts[wire] / plain.step.parts[wire]
+    assert ratio == pytest.approx((1 + 3540 / 5360) / 2, rel=1e-3)
+    kept = "kept, operands: nvfp4"
+    assert packed.memory[0].parts[kept] < plain.memory[0].parts[kept]
+    whole = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    path = run_file(parallel=whole)
+    alone = preflight(path, ["precision.communicate=packed"], H200, 1).notes
+    assert any("precision.communicate packed changes nothing here" in note for note in alone)
+
+
 def test_fewest_processes():
     assert fewest_processes(ParallelConfig()) == 1
     experts = ParallelConfig(

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import base64
 import re
+import struct
 from html.parser import HTMLParser
 
 import pytest
 
+from pretrain.history import encode_row
 from pretrain.report.page import load_run, main, render_page, write_report
 from tests.pretrain.run_folder import write_run
 
@@ -13,7 +16,7 @@ FILES = ("metrics.jsonl", "config.yaml", "environment.json", "precision.json")
 class Text(HTMLParser):
     """Checks that tags nest, and collects tags, attributes and text."""
 
-    VOID = frozenset({"meta", "link", "br"})
+    VOID = frozenset({"meta", "link", "br", "img"})
 
     def __init__(self, page: str):
         super().__init__()
@@ -171,3 +174,30 @@ def test_command_line(run, capsys, tmp_path):
     assert "usage" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
     assert "is not a folder; give a run's folder" in capsys.readouterr().err
+
+
+def test_numerics_are_maps_of_layers_by_steps(run):
+    """The worst cell is named; a damaged value is left out; nothing is drawn without figures."""
+    assert "Numerics" not in render_page(load_run(run))
+    rows = []
+    for step in (100, 200):
+        for layer in range(3):
+            snr = 12.25 if (layer, step) == (1, 200) else 20.0
+            operand = {"amax": 1.0, "snr_db": snr, "slope": 0.99, "flushed": "NaN"}
+            name = f"layers.{layer}.mlp.linear_fc1"
+            rows.append({"step": step, "module": name, "fprop.x": operand, "zero_gradients": 0.1})
+        router = {"entropy": 0.9, "max_load": 1.5, "idle": 0.0, "load": [1.0]}
+        rows.append({"step": step, "router": "layers.1.mlp.router", **router})
+    (run / "numerics.jsonl").write_bytes(b"".join(map(encode_row, rows)))
+    page = Text(render_page(load_run(run)))
+    text = page.text
+    assert "farthest off: 12.25, layers.1.mlp.linear_fc1 fprop.x, step 200" in text
+    assert "layers.1.mlp.linear_fc1 last 12.25 lowest 12.25 at step 200" in text
+    assert "Entropy of the router" in text
+    assert "flushed to zero" not in text
+    images = [
+        value for name, value in page.attributes if name == "href" and value[:10] == "data:image"
+    ]
+    assert len(images) == 2 + 1 + 3, "snr and slope, gradients, three figures of the router"
+    width, height = struct.unpack(">II", base64.b64decode(images[0].split(",")[1])[16:24])
+    assert (width, height) == (2, 3)

@@ -11,7 +11,7 @@ from pretrain.config import make_config
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import TrainLoader, ValidLoader
 from pretrain.engine import build_engine
-from pretrain.evaluate import evaluate
+from pretrain.evaluate import evaluate, evaluate_sets
 from pretrain.initialize import initialize
 from pretrain.train_step import learning_rate, train_step
 from tests.toy import make_toy, toy_config
@@ -249,3 +249,29 @@ def test_masters_are_fp32_and_groups_are_as_said(folder):
         w.numel() for w in weights.values()
     )
     assert learning_rate(run.engine.optimizer) > 0
+
+
+def test_validation_with_nothing_quantized_leaves_no_trace(folder):
+    """Its loss is that of a BF16 run with the same weights; training goes on bit for bit."""
+
+    def both(run):
+        sets = open_validation(run.config.data, run.config.model.seq_length)
+        return evaluate_sets(
+            run.engine, {"": lambda: ValidLoader(sets[""], 8, 4).batches(2)}, also_bf16=True
+        )
+
+    run = _Run(folder, "*E", precision={"recipe": "nvfp4"})
+    run.steps(1)
+    weights, found = run.engine.chunks[0].state_dict(), both(run)
+    weights = {k: v.clone() for k, v in weights.items() if v is not None}
+    later, end = run.steps(2), run.weights()
+    other = _Run(folder, "*E", precision={"recipe": "nvfp4"})
+    other.steps(1)
+    assert other.validate() == found["val_loss"]
+    assert other.steps(2) == later
+    assert _same(other.weights(), end)
+    plain = _Run(folder, "*E", precision={"recipe": "bf16"})
+    plain.engine.chunks[0].load_state_dict(weights, strict=False)
+    assert plain.validate() == found["val_loss_bf16"]
+    assert 1e-4 < abs(found["val_loss"] - found["val_loss_bf16"]) < 0.1
+    assert set(both(plain).values()) == {found["val_loss_bf16"]}

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Slurm batch script of a job: one torchrun a node, saved before the time is over, requeued."""
 
+import math
 import shlex
 
 from tools.launch.job import Job
+from tools.launch.structure import as_number
 
 BODY = """
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -48,7 +50,7 @@ def render_slurm(job: Job) -> str:
         "ntasks-per-node": 1,
         "gpus-per-node": options.gpus_per_node or None,
         "cpus-per-task": options.cpus,
-        "mem": options.memory,
+        "mem": _memory(options.memory),
         "exclusive": True,
         "partition": options.partition,
         "account": options.account,
@@ -88,3 +90,14 @@ def render_slurm(job: Job) -> str:
         .replace(' "$RUN_NAME"  &', ' "$RUN_NAME" &')
     )
     return "\n".join([*head, *lines]) + body.replace(" \n", "\n").replace("  &", " &")
+
+
+def _memory(quantity: str | None) -> str | None:
+    """A quantity of Kubernetes as Slurm writes it: whole units that are powers of 1024."""
+    amount = as_number(quantity) if quantity else None
+    if amount is None:
+        return None
+    for unit, size in (("G", 2**30), ("M", 2**20)):
+        if amount % size == 0:
+            return f"{int(amount // size)}{unit}"
+    return f"{math.ceil(amount / 2**10)}K"

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.redact import mask_text
+from pretrain.redact import holds_secret
 from tools.launch.documents import Document, read_documents
 from tools.launch.findings import Finding, Findings, at
 from tools.launch.job_facts import JOB_KINDS, KINDS, MOVED
 from tools.launch.pytorch_rules import check_pytorch_job
 from tools.launch.slurm_rules import check_shell, check_slurm
+from tools.launch.slurm_script import looks_like_directive
 from tools.launch.structure import check_structure, shown
+from tools.launch.together import check_together, config_maps
 from tools.launch.trainer_rules import check_job_set, check_runtime, check_train_job
 
 _GROUPS = ("kubeflow.org/", "trainer.kubeflow.org/", "jobset.x-k8s.io/")
@@ -36,9 +38,9 @@ def check_file(path: Path) -> list[Finding]:
 
 def check_text(text: str, where: str) -> list[Finding]:
     """`check_file` of a text; `where` names it in errors."""
-    if "\n#SBATCH" in "\n" + text:
+    if any(looks_like_directive(line) for line in text.split("\n")):
         return sorted(check_slurm(text).found)
-    if text.startswith("#!"):
+    if text.startswith("#!") or where.endswith((".sh", ".sbatch", ".slurm")):
         return sorted(check_shell(text).found)
     documents = read_documents(text, where)
     everything = [part for document in documents for part in _unlisted(document)]
@@ -49,9 +51,10 @@ def check_text(text: str, where: str) -> list[Finding]:
         for part in everything
         if at(part.value, "kind", kind=str) in ("TrainingRuntime", "ClusterTrainingRuntime")
     }
-    found: list[Finding] = []
-    for part in everything:
-        found += _check(part, runtimes)
+    maps = config_maps(everything)
+    places = [_check(part, runtimes, maps) for part in everything]
+    check_together(everything, places)
+    found = [finding for place in places for finding in place.found]
     kinds = [at(part.value, "kind", kind=str) for part in everything]
     if not any(kind in JOB_KINDS for kind in kinds) and not any(f.rank == 0 for f in found):
         text = f"the file starts nothing: it holds {', '.join(kinds)}; add one of "
@@ -72,29 +75,29 @@ def _unlisted(document: Document) -> list[Document]:
     return members
 
 
-def _check(document: Document, runtimes: dict[str, Any]) -> list[Finding]:
+def _check(document: Document, runtimes: dict[str, Any], maps: dict[str, set[str]]) -> Findings:
     found, value = Findings(document), document.value
     for path, line in document.repeated:
         found.document.lines[path] = line
         found.error(path, "stands twice in its mapping, and one of the two is lost; keep one")
     if not isinstance(value, dict):
         found.error((), f"must be a mapping with apiVersion and kind; got {value!r:.60}")
-        return found.found
+        return found
     kind, version = at(value, "kind", kind=str), at(value, "apiVersion", kind=str)
     if not _known(kind, version, value, found):
-        return found.found
+        return found
     _check_fields(kind, value, found)
     if kind == "PyTorchJob":
-        check_pytorch_job(value, found)
+        check_pytorch_job(value, found, maps)
     elif kind == "TrainJob":
-        check_train_job(value, found, runtimes)
+        check_train_job(value, found, runtimes, maps)
     elif kind in ("TrainingRuntime", "ClusterTrainingRuntime"):
         check_runtime(value, found)
     elif kind == "JobSet":
         check_job_set(value, found)
     elif kind == "ConfigMap":
         _check_config_map(value, found)
-    return found.found
+    return found
 
 
 def _known(kind: str, version: str, value: dict[str, Any], found: Findings) -> bool:
@@ -129,7 +132,7 @@ def _check_fields(kind: str, value: dict[str, Any], found: Findings) -> None:
 
 def _check_config_map(value: dict[str, Any], found: Findings) -> None:
     for name, text in at(value, "data").items():
-        if isinstance(text, str) and mask_text(text) != text:
+        if isinstance(text, str) and holds_secret(text):
             found.error(
                 ("data", name),
                 "holds a secret, and whoever may list pods may read a ConfigMap; move it into a "

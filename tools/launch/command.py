@@ -12,6 +12,7 @@ _SHELLS = {"sh", "bash", "dash", "ash", "zsh"}
 _PREFIXES = {"exec", "env", "nohup", "time", "command", "numactl", "nice", "stdbuf", "tini", "--"}
 _PYTHON = re.compile(r"^python(\d+(\.\d+)?)?$")
 _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
+_MOST_LINES = 60  # of one quoted text
 _SEPARATORS = {"&&", "||", ";", "|", "&", "then", "do", "else", "{", "("}
 
 
@@ -59,18 +60,18 @@ def read_script(text: str) -> Start:
 
 def commands(text: str) -> list[list[str]]:
     """The simple commands of a shell text, as words; what cannot be split is left out."""
-    joined = re.sub(r"\\\n", " ", text)
+    lines = re.sub(r"\\\n", " ", text).split("\n")
     found: list[list[str]] = []
-    for line in joined.split("\n"):
-        try:
-            reader = shlex.shlex(line, posix=True, punctuation_chars="();|&")
-            reader.whitespace_split = True
-            reader.commenters = "#"
-            words = list(reader)
-        except ValueError:
-            continue
+    first = 0
+    while first < len(lines):
+        words: list[str] | None = None
+        last = first
+        while words is None and last < min(first + _MOST_LINES, len(lines)):
+            last += 1
+            words = _words("\n".join(lines[first:last]))
+        first = first + 1 if words is None else last
         current: list[str] = []
-        for word in [*words, ";"]:
+        for word in [*(words or []), ";"]:
             if word in _SEPARATORS or set(word) <= set("();|&"):
                 if current:
                     found.append(current)
@@ -78,6 +79,17 @@ def commands(text: str) -> list[list[str]]:
             else:
                 current.append(word)
     return found
+
+
+def _words(text: str) -> list[str] | None:
+    """The words of a shell line; None where a quote is open and the text goes on."""
+    reader = shlex.shlex(text, posix=True, punctuation_chars="();|&")
+    reader.whitespace_split = True
+    reader.commenters = "#"
+    try:
+        return list(reader)
+    except ValueError:
+        return None
 
 
 def _simple(words: list[str]) -> Start:

@@ -11,6 +11,9 @@ from fused_ops.errors import ConfigError
 
 Path = tuple[str | int, ...]
 
+# Aliases of aliases can make billions of values of a few lines; manifests have hundreds.
+_MOST_VALUES = 100_000
+
 
 @dataclass
 class Document:
@@ -97,7 +100,7 @@ def read_documents(text: str, where: str) -> list[Document]:
         while loader.check_node():
             node = loader.get_node()
             document = Document(None)
-            _note(node, (), document)
+            _note(node, (), document, frozenset())
             document.value = loader.construct_document(node)
             if document.value is not None:
                 found.append(document)
@@ -118,15 +121,27 @@ def write_documents(documents: list[Mapping[str, Any]]) -> str:
     return "---\n".join(parts)
 
 
-def _note(node: Any, path: Path, document: Document) -> None:
+def _note(node: Any, path: Path, document: Document, above: frozenset[int]) -> None:
+    """Notes the lines of a node and of all below it; `above` are the nodes that hold it."""
+    if id(node) in above:
+        raise _refused("an alias stands for what holds it; write it out", node)
+    if len(document.lines) > _MOST_VALUES:
+        raise _refused(f"its aliases make more than {_MOST_VALUES} values; write them out", node)
+    above |= {id(node)}
     document.lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _note(item, (*path, index), document)
+            _note(item, (*path, index), document, above)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[Hashable] = set()
     for key_node, value in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise _refused(
+                "a key is a list or a mapping; a template ({{ ... }}) is checked once it is "
+                "rendered: helm template ... > FILE",
+                key_node,
+            )
         key = key_node.value
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
@@ -134,4 +149,8 @@ def _note(node: Any, path: Path, document: Document) -> None:
             document.repeated.append(((*path, key), key_node.start_mark.line + 1))
         seen.add(key)
         document.lines[(*path, key)] = key_node.start_mark.line + 1
-        _note(value, (*path, key), document)
+        _note(value, (*path, key), document, above)
+
+
+def _refused(problem: str, node: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -11,8 +11,9 @@ from typing import Any
 from fused_ops.errors import ConfigError
 from pretrain.config import PretrainConfig, layout_start_problems, make_config
 from pretrain.config_file import apply_overrides, parse_overrides, read_yaml
-from pretrain.redact import mask_secrets, mask_text
+from pretrain.redact import holds_secret, mask_secrets, mask_text
 from tools.launch.documents import write_documents
+from tools.launch.pod_rules import IMAGE
 from tools.launch.structure import as_number
 
 
@@ -169,8 +170,8 @@ def _option_problems(options: Options, job: Job) -> list[str]:
         f"{job.name!r}; --name {label(job.name)[:longest]}",
     )
     rule(
-        options.image is None or bool(re.fullmatch(r"[\w.\-/:@]+", options.image)),
-        f"--image must be REGISTRY/NAME:TAG; got {options.image!r}",
+        options.image is None or bool(IMAGE.match(options.image)),
+        f"--image must be REGISTRY/NAME:TAG, folders and name in lower case; got {options.image!r}",
     )
     for name in ("shm_size", "storage", "memory", "cpus"):
         value = getattr(options, name)
@@ -178,6 +179,7 @@ def _option_problems(options: Options, job: Job) -> list[str]:
             value is None or as_number(value) is not None,
             f"--{name.replace('_', '-')} must be a quantity such as 64Gi; got {value!r}",
         )
+    rule(options.restarts >= 0, f"--restarts must be at least 0; got {options.restarts}")
     rule(
         options.rdma is None or bool(re.fullmatch(r"[\w.\-]+/[\w.\-]+(=\d+)?", options.rdma)),
         f"--rdma must be RESOURCE or RESOURCE=COUNT, such as rdma/ib=1; got {options.rdma!r}",
@@ -206,7 +208,7 @@ def _secret_problems(job: Job, data: dict[str, Any]) -> list[str]:
         f"{name} holds a secret ({mask_text(text)[:60]}), which a rendered file would show; "
         "take it out, and give it to the pods with --secret NAME"
         for name, text in [("the run file", job.config_text)]
-        if mask_text(text) != text
+        if holds_secret(text)
     ]
     if mask_secrets(data) != data and not found:
         found.append(
@@ -221,6 +223,6 @@ def _secret_problems(job: Job, data: dict[str, Any]) -> list[str]:
     found += [
         f"{name} holds a secret, which a rendered file would show; take it out"
         for name, text in given.items()
-        if text and mask_text(text) != text
+        if text and holds_secret(text)
     ]
     return found

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.redact import is_secret_name, mask_text
+from pretrain.redact import holds_secret, is_secret_name, mask_text
 from tools.launch.documents import Path
 from tools.launch.findings import Findings, at
 from tools.launch.pod_facts import VOLUME_SOURCES
@@ -17,6 +17,13 @@ _GPU = re.compile(
 _RDMA = re.compile(r"rdma|infiniband|hostdev|(^|[/_-])(ib|roce|sriov)|efa", re.IGNORECASE)
 _NATIVE = re.compile(r"^(cpu|memory|ephemeral-storage|hugepages-\w+)$")
 _MIN_SHM = 2**30
+# What torchrun allows its workers to save after SIGTERM.
+_GRACE_SECONDS = 30
+
+# Host and port, folders in lower case, a tag, a digest.
+IMAGE = re.compile(
+    r"^([A-Za-z0-9.-]+(:\d+)?/)?[a-z0-9._-]+(/[a-z0-9._-]+)*(:[\w.-]+)?(@[\w+.-]+:[0-9a-f]{32,})?$"
+)
 
 
 @dataclass
@@ -59,6 +66,17 @@ def check_pod(pod: Pod, found: Findings) -> None:
         check_shared_memory(pod, found)
         check_fabric(pod, found)
     check_network(pod, found)
+    check_grace(pod, found)
+
+
+def check_grace(pod: Pod, found: Findings) -> None:
+    """A stop must leave the time of a save."""
+    seconds = pod.spec.get("terminationGracePeriodSeconds")
+    if isinstance(seconds, int) and seconds < _GRACE_SECONDS:
+        found.error(
+            (*pod.path, "terminationGracePeriodSeconds"),
+            f"a stopped run needs time to save; got {seconds} s; write at least {_GRACE_SECONDS}",
+        )
 
 
 def check_containers(pod: Pod, found: Findings) -> None:
@@ -72,9 +90,20 @@ def check_containers(pod: Pod, found: Findings) -> None:
                 found.error((*path, "name"), f"{name!r} is there twice; rename one")
             names.append(name)
             check_env(at(container, "env", kind=list), (*path, "env"), found)
+            if pod.container and container is not pod.container:
+                _check_no_gpu(container, path, found)
             for words in ("command", "args"):
                 for number, word in enumerate(at(container, words, kind=list)):
                     _check_no_secret(word, (*path, words, number), found)
+
+
+def _check_no_gpu(container: Any, path: Path, found: Findings) -> None:
+    gpus = gpu_count(at(container, "resources"))
+    if gpus:
+        found.error(
+            (*path, "resources"),
+            f"takes {gpus} GPUs of its own, beside those of the container that trains; remove them",
+        )
 
 
 def check_images(pod: Pod, found: Findings) -> None:
@@ -91,8 +120,13 @@ def check_image(container: Any, path: Path, found: Findings) -> None:
         found.error(
             (*path, "image"), "must be set in every container; add image: REGISTRY/NAME:TAG"
         )
-    elif re.search(r"\s", image):
-        found.error((*path, "image"), f"must not hold spaces; got {image!r}; remove them")
+    elif not IMAGE.match(image):
+        hint = "nothing expands a variable here; " if "$" in image else ""
+        found.error(
+            (*path, "image"),
+            f"must be REGISTRY/NAME:TAG, folders and name in lower case; got {image!r}; {hint}"
+            "write it out",
+        )
     elif "@" not in image and (":" not in image.rsplit("/", 1)[-1] or image.endswith(":latest")):
         found.advise(
             (*path, "image"),
@@ -123,7 +157,7 @@ def check_env(env: list[Any], path: Path, found: Findings) -> None:
 
 
 def _check_no_secret(text: Any, path: Path, found: Findings) -> None:
-    if isinstance(text, str) and mask_text(text) != text:
+    if isinstance(text, str) and holds_secret(text):
         found.error(
             path,
             f"holds a secret in plain text ({mask_text(text)[:60]!r}); put it into a Secret and "

@@ -14,6 +14,7 @@ from tools.launch.start_rules import (
     check_reserved,
     check_start,
 )
+from tools.launch.together import check_run_file
 
 _LABEL = re.compile(r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
 _SPECS = ("spec", "pytorchReplicaSpecs")
@@ -52,8 +53,8 @@ def _proper(name: str) -> str:
     return text if text[:1].isalpha() else f"run-{text}".rstrip("-")
 
 
-def check_pytorch_job(job: dict[str, Any], found: Findings) -> None:
-    """Everything that a PyTorchJob's schema does not say."""
+def check_pytorch_job(job: dict[str, Any], found: Findings, maps: dict[str, set[str]]) -> None:
+    """Everything that a PyTorchJob's schema does not say. `maps`: ConfigMaps in the same file."""
     replicas = at(job, *_SPECS)
     nodes = sum(_replicas(one) for one in replicas.values())
     check_name(
@@ -67,7 +68,7 @@ def check_pytorch_job(job: dict[str, Any], found: Findings) -> None:
     elastic = bool(at(job, "spec", "elasticPolicy"))
     carried = {**CARRIED, **(RENDEZVOUS if elastic else {})}
     for role, replica in replicas.items():
-        path = (*_SPECS, role, "template", "spec")
+        path = (*_SPECS, str(role), "template", "spec")
         pod = _pod(replica, path, found)
         if pod is None:
             continue
@@ -83,12 +84,13 @@ def check_pytorch_job(job: dict[str, Any], found: Findings) -> None:
         )
         pod.cpu_only = "run.device=cpu" in words(pod.container.get("args")) + start.rest
         check_pod(pod, found)
+        check_run_file(start, pod, maps, found)
         _check_gpus(pod, processes, gpus, found)
         reserved_at = (*pod.container_path, "env")
         check_reserved(
             at(pod.container, "env", kind=list), _INJECTED, "PyTorchJob", reserved_at, found
         )
-        _check_template(replica, (*_SPECS, role, "template"), found)
+        _check_template(replica, (*_SPECS, str(role), "template"), found)
     _check_alike(replicas, found)
 
 
@@ -98,7 +100,7 @@ def _replicas(replica: Any) -> int:
 
 
 def _check_roles(replicas: dict[str, Any], spec: dict[str, Any], found: Findings) -> None:
-    for role in replicas:
+    for role in map(str, replicas):
         if role not in ("Master", "Worker"):
             proper = role.capitalize() if role.capitalize() in ("Master", "Worker") else ""
             fix = f"write {proper}" if proper else "move its pods to Worker"
@@ -114,7 +116,7 @@ def _check_roles(replicas: dict[str, Any], spec: dict[str, Any], found: Findings
             (*_SPECS, "Worker", "replicas"),
             "must be at least 1; got 0; remove Worker for a job of one node",
         )
-    roles = {role.capitalize() for role in replicas}
+    roles = {str(role).capitalize() for role in replicas}
     if replicas and "Master" not in roles and not at(spec, "elasticPolicy"):
         found.error(
             _SPECS,
@@ -160,7 +162,7 @@ def _processes(job: dict[str, Any], found: Findings) -> int | None:
     value = at(job, "spec").get("nprocPerNode", "auto")
     if not isinstance(value, str):
         return value if isinstance(value, int) and not isinstance(value, bool) else None
-    if value.isdigit() and int(value) > 0:
+    if value.isdecimal() and int(value) > 0:
         return int(value)
     if value not in ("auto", "gpu", "cpu"):
         found.error(

@@ -11,7 +11,7 @@ def reach_problems(host: str, port: str) -> list[str]:
     On the machine that `host` is, the port must be free; on others the name must resolve.
     """
     me = socket.gethostname()
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or not 0 < int(port) < 65536:
         return [f"{me}: the port must be a number from 1 to 65535; got {port!r}; choose a free one"]
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

@@ -3,130 +3,39 @@
 
 import difflib
 import re
-from dataclasses import dataclass, field
 
+from pretrain.redact import holds_secret
 from tools.launch.command import Start, commands, read_command
 from tools.launch.documents import Document, Path
 from tools.launch.findings import Findings
+from tools.launch.slurm_script import LONG, Script, read_options, read_script
 
-_SHORT = {
-    "N": "nodes",
-    "n": "ntasks",
-    "c": "cpus-per-task",
-    "G": "gpus",
-    "t": "time",
-    "p": "partition",
-    "A": "account",
-    "J": "job-name",
-    "o": "output",
-    "e": "error",
-    "w": "nodelist",
-    "x": "exclude",
-    "C": "constraint",
-    "d": "dependency",
-    "q": "qos",
-    "D": "chdir",
-    "a": "array",
-    "L": "licenses",
-    "s": "oversubscribe",
-    "H": "hold",
-    "B": "extra-node-info",
-    "S": "core-spec",
-    "M": "clusters",
-    "W": "wait",
-    "Q": "quiet",
-    "v": "verbose",
-    "b": "begin",
-    "k": "no-kill",
-    "O": "overcommit",
-    "m": "distribution",
-}
-_WORDS = """
-ntasks-per-node ntasks-per-gpu ntasks-per-socket ntasks-per-core gpus-per-node gpus-per-task
-gpus-per-socket cpus-per-gpu gres gres-flags mem mem-per-cpu mem-per-gpu mem-bind exclusive signal
-requeue no-requeue open-mode mail-type mail-user comment reservation export export-file
-get-user-env gid uid hint input nice priority profile propagate reboot sockets-per-node
-cores-per-socket threads-per-core switches thread-spec time-min tmp tres-bind tres-per-task
-use-min-nodes wait-all-nodes wckey contiguous cpu-freq deadline delay-boot kill-on-invalid-dep
-nodefile network parsable power prefer spread-job test-only wrap bb bbf acctg-freq
-cluster-constraint container container-id gpu-bind gpu-freq ignore-pbs oom-kill-step resv-ports
-segment stepmgr container-image container-mounts container-workdir container-name container-env
-"""
-_LONG = {*_SHORT.values(), *_WORDS.split()}
 _OWN_HOST = re.compile(r"\$\(\s*hostname|\$\{?HOSTNAME|^localhost|^127\.")
-_SWITCHES = {"exclusive", "requeue", "no-requeue", "hold", "contiguous", "overcommit", "no-kill"}
-
-
-@dataclass
-class Script:
-    """A batch script: its directives with their lines, and its text."""
-
-    text: str
-    options: dict[str, tuple[str, int]] = field(default_factory=dict)
-    late: list[int] = field(default_factory=list)
-
-    def value(self, name: str) -> str:
-        """A directive's value, or ""."""
-        return self.options.get(name, ("", 0))[0]
-
-
-def read_script(text: str) -> Script:
-    """The directives of a script; those after its first command count for nothing."""
-    script, begun = Script(text), False
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.startswith("#SBATCH"):
-            if begun:
-                script.late.append(number)
-                continue
-            for name, value in _options(line.removeprefix("#SBATCH").split(" #")[0].split()):
-                script.options[name] = (value, number)
-        elif line.strip() and not line.lstrip().startswith("#"):
-            begun = True
-    return script
-
-
-def _options(words: list[str]) -> list[tuple[str, str]]:
-    found, index = [], 0
-    while index < len(words):
-        word = words[index]
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            name = name[2:]
-            following = index + 1 < len(words) and not words[index + 1].startswith("-")
-            if not equals and following and name not in _SWITCHES:
-                index, value = index + 1, words[index + 1]
-        else:
-            letter, value = word[1:2], word[2:].lstrip("=")
-            name = _SHORT.get(letter, word)
-            if not value and index + 1 < len(words) and not words[index + 1].startswith("-"):
-                index, value = index + 1, words[index + 1]
-        found.append((name, value))
-        index += 1
-    return found
 
 
 def check_slurm(text: str) -> Findings:
     """Everything about a batch script."""
-    script = read_script(text)
+    script = read_script(text.replace("\r", ""))
     lines: dict[Path, int] = {(name,): line for name, (_, line) in script.options.items()}
     found = Findings(Document(None, lines))
     _check_options(script, found)
-    _check_hosts(script, found)
+    _check_values(script, found)
+    _check_text(text, script, found)
     start, srun = _started(script)
     if start is None:
         found.error((), "starts nothing that trains; add srun torchrun ... -m pretrain CONFIG")
         return found
     _check_layout(script, start, srun, found)
     if start.program == "torchrun":
-        _check_meeting(script, start, found)
+        _check_meeting(script, start, srun, found)
     _check_end(script, found)
     return found
 
 
 def check_shell(text: str) -> Findings:
     """A shell script without #SBATCH lines: what it starts, and where its processes meet."""
-    script, found = Script(text), Findings(Document(None))
-    _check_hosts(script, found)
+    script, found = Script(text.replace("\r", "")), Findings(Document(None))
+    _check_text(text, script, found)
     start, _ = _started(script)
     if start is None:
         found.error((), "starts nothing that trains; add torchrun ... -m pretrain CONFIG")
@@ -159,18 +68,61 @@ def _check_options(script: Script, found: Findings) -> None:
             (f"#SBATCH on line {line}",),
             "stands after the first command and is ignored; move it above",
         )
+    for line in script.comments:
+        found.document.lines[(f"line {line}",)] = line
+        found.error(
+            (f"line {line}",), "is a comment to sbatch; begin the line with #SBATCH, in capitals"
+        )
     for name in script.options:
-        if name not in _LONG:
-            near = difflib.get_close_matches(name.lstrip("-"), _LONG, n=1)
+        if name not in LONG:
+            near = difflib.get_close_matches(name.lstrip("-"), LONG, n=1)
             hint = f"did you mean --{near[0]}" if near else "remove it"
             found.error((name,), f"is not an option of sbatch; {hint}")
     if not script.value("nodes"):
         found.error((), "says not how many nodes it needs; add #SBATCH --nodes=N")
-    elif not script.value("nodes").isdigit():
+    elif not script.value("nodes").isdecimal():
         found.error(
             ("nodes",),
             f"a run has a fixed number of nodes; got {script.value('nodes')}; write one number",
         )
+
+
+def _check_values(script: Script, found: Findings) -> None:
+    for name, (value, _) in script.options.items():
+        if "$" in value:
+            found.error(
+                (name,),
+                f"sbatch expands no variable; got {value}; write it out (%x is the job's name, %j "
+                "its number)",
+            )
+    time, memory = script.value("time"), script.value("mem")
+    if time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE|.*\$.*", time):
+        found.error(("time",), f"must be minutes or [days-]hours:minutes:seconds; got {time}")
+    if memory and not re.fullmatch(r"\d+[KMGT]?|.*\$.*", memory, re.IGNORECASE):
+        found.error(
+            ("mem",), f"must be a number and K, M, G or T (powers of 1024); got {memory}; write 64G"
+        )
+    if "array" in script.options and "SLURM_ARRAY_TASK_ID" not in script.text:
+        found.error(
+            ("array",),
+            "each task of the array would continue the same run; put $SLURM_ARRAY_TASK_ID into "
+            "run.name, or remove it",
+        )
+
+
+def _check_text(text: str, script: Script, found: Findings) -> None:
+    """What any line of a script may get wrong."""
+    if "\r" in text:
+        found.error((), "has line ends of DOS, which sbatch and bash refuse; run dos2unix on it")
+    for number, line in enumerate(script.text.split("\n"), 1):
+        if holds_secret(line):
+            found.document.lines[(f"line {number}",)] = number
+            found.error(
+                (f"line {number}",),
+                "holds a secret in plain text; read it from a file that only you can read, or set "
+                "it before sbatch, which hands the environment on",
+            )
+    _check_hosts(script, found)
 
 
 def _check_hosts(script: Script, found: Findings) -> None:
@@ -181,6 +133,12 @@ def _check_hosts(script: Script, found: Findings) -> None:
             "hostname --ip-address may give 127.0.1.1; take the name: head=$(scontrol show "
             'hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         )
+    if re.search(r"=[\"']?\$\{?SLURM_(JOB_)?NODELIST\}?[\"']?\s*$", code, re.M):
+        found.error(
+            _line_of(script, r"=[\"']?\$\{?SLURM_(JOB_)?NODELIST", found),
+            "SLURM_JOB_NODELIST is a list such as node-[0-15], no host; take head=$(scontrol show "
+            'hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        )
     if "SLURM_LAUNCH_NODE_IPADDR" in code:
         found.error(
             _line_of(script, "SLURM_LAUNCH_NODE_IPADDR", found),
@@ -189,24 +147,38 @@ def _check_hosts(script: Script, found: Findings) -> None:
         )
 
 
-def _started(script: Script) -> tuple[Start | None, bool]:
-    """What trains, and whether srun starts it on every node."""
-    fallback: tuple[Start | None, bool] = (None, False)
+def _started(script: Script) -> tuple[Start | None, list[str] | None]:
+    """(what trains, srun's own options); None for these where it is started without srun."""
+    fallback: tuple[Start | None, list[str] | None] = (None, None)
     for line in commands(script.text):
         names = [word.rsplit("/", 1)[-1] for word in line]
-        srun = "srun" in names
-        begin = names.index("srun") if srun else 0
+        begin = names.index("srun") if "srun" in names else 0
+        srun = line[begin + 1 :] if "srun" in names else None
+        own = None if srun is None else _leading_options(srun)
+        if srun is not None and "torchrun" in names:
+            own = line[begin + 1 : names.index("torchrun")]
         start = read_command(line[begin:])
         if start.program == "torchrun":
-            return start, srun
+            return start, own
         helps = start.module and start.rest[:1] and start.rest[0].startswith("tools.")
         if start.program == "python" and start.rest and not helps and fallback[0] is None:
             fallback = (start, srun)
         nested = re.search(r"\btorchrun\b", " ".join(line[begin:]))
-        if srun and nested:
+        if srun is not None and nested:
             inner = " ".join(line[begin:])[nested.start() :]
-            return read_command(["sh", "-c", inner]), True
+            started = read_command(["sh", "-c", inner])
+            if "torchrun" not in names:
+                started.shell = inner
+            return started, own
     return fallback
+
+
+def _leading_options(words: list[str]) -> list[str]:
+    """srun's own words, as far as they are options of one word."""
+    count = 0
+    while count < len(words) and words[count].startswith("-"):
+        count += 1
+    return words[:count]
 
 
 def _gpus(script: Script) -> str:
@@ -216,7 +188,7 @@ def _gpus(script: Script) -> str:
     return ""
 
 
-def _check_layout(script: Script, start: Start, srun: bool, found: Findings) -> None:
+def _check_layout(script: Script, start: Start, srun: list[str] | None, found: Findings) -> None:
     nodes = script.value("nodes")
     several = nodes not in ("", "1")
     tasks = script.value("ntasks-per-node")
@@ -227,7 +199,7 @@ def _check_layout(script: Script, start: Start, srun: bool, found: Findings) -> 
             "run of its own; write srun torchrun ... -m pretrain CONFIG, one task a node",
         )
         return
-    if several and not srun:
+    if several and srun is None:
         found.error(
             _line_of(script, "torchrun", found),
             f"torchrun starts on the first of {nodes} nodes only; put srun before it",
@@ -243,12 +215,19 @@ def _check_layout(script: Script, start: Start, srun: bool, found: Findings) -> 
             f"there is one task a node; got {script.value('ntasks')} on {nodes or 1} nodes; write "
             "--ntasks-per-node=1 instead",
         )
-    if not _gpus(script) and "run.device=cpu" not in script.text:
+    _check_tasks(script, srun or [], found)
+    if script.value("gpus") and not _gpus(script):
+        found.error(
+            ("gpus",),
+            f"are the job's, however they fall on its nodes; got {script.value('gpus')}; write "
+            "--gpus-per-node=8",
+        )
+    elif not _gpus(script) and "run.device=cpu" not in script.text:
         found.error(
             (), "asks for no GPU; add #SBATCH --gpus-per-node=8 (a run on CPUs says run.device=cpu)"
         )
     count = start.flags.get("nproc_per_node", "")
-    if count.isdigit() and _gpus(script).isdigit() and count != _gpus(script):
+    if count.isdecimal() and _gpus(script).isdecimal() and count != _gpus(script):
         found.error(
             _line_of(script, "nproc.per.node", found),
             f"starts {count} processes on {_gpus(script)} GPUs; write --nproc_per_node "
@@ -261,10 +240,23 @@ def _check_layout(script: Script, start: Start, srun: bool, found: Findings) -> 
         )
 
 
-def _check_meeting(script: Script, start: Start, found: Findings) -> None:
+def _check_tasks(script: Script, srun: list[str], found: Findings) -> None:
+    """srun starts one task on every node, unless its own options say otherwise."""
+    nodes = script.value("nodes")
+    for name, value in read_options(srun):
+        wrong = name in ("nodes", "ntasks") and value.isdecimal() and value != nodes
+        if nodes and (wrong or (name == "ntasks-per-node" and value not in ("", "1"))):
+            found.error(
+                _line_of(script, r"\bsrun\b", found),
+                f"srun --{name} {value} starts another number of tasks than one on each of the "
+                f"{nodes} nodes; remove it",
+            )
+
+
+def _check_meeting(script: Script, start: Start, srun: list[str] | None, found: Findings) -> None:
     place = _line_of(script, "torchrun|nnodes|rdzv", found)
     nnodes, several = start.flags.get("nnodes", ""), script.value("nodes") not in ("", "1")
-    if nnodes.isdigit():
+    if nnodes.isdecimal():
         found.error(
             place,
             f"--nnodes {nnodes} stands in a second place and gets out of step with --nodes="
@@ -289,6 +281,8 @@ def _check_meeting(script: Script, start: Start, found: Findings) -> None:
             f"{endpoint} is another place on every node; take head=$(scontrol show hostnames "
             '"$SLURM_JOB_NODELIST" | head -n 1)',
         )
+    _check_node_rank(start, srun, place, found)
+    _check_port(script, endpoint, start, place, found)
     if "rdzv_endpoint" in start.flags:
         backend, run_id = start.flags.get("rdzv_backend", ""), start.flags.get("rdzv_id", "")
         if backend != "c10d":
@@ -302,21 +296,55 @@ def _check_meeting(script: Script, start: Start, found: Findings) -> None:
             )
 
 
+def _check_node_rank(start: Start, srun: list[str] | None, place: Path, found: Findings) -> None:
+    """A static rendezvous needs each node's own rank, which the batch script does not know."""
+    rank = start.flags.get("node_rank")
+    if "master_addr" in start.flags and "rdzv_endpoint" not in start.flags and rank is None:
+        found.error(
+            place,
+            "every node would be node 0; add --node_rank, or use --rdzv_backend c10d "
+            '--rdzv_endpoint "$head:$port", which numbers the nodes itself',
+        )
+    elif rank and srun is not None and start.shell is None and "SLURM_" in rank:
+        found.error(
+            place,
+            f"{rank} is expanded once, on the first node, so that every node is node 0; write "
+            "srun bash -c 'torchrun --node_rank \"$SLURM_NODEID\" ...', in single quotes, or use "
+            "--rdzv_backend c10d",
+        )
+
+
+def _check_port(script: Script, endpoint: str, start: Start, place: Path, found: Findings) -> None:
+    port = start.flags.get("master_port") or endpoint.rpartition(":")[2]
+    name = re.fullmatch(r"\$\{?(\w+)\}?", port)
+    if name:
+        given = re.search(rf"^\s*(?:export\s+)?{name[1]}=[\"']?(\w+)[\"']?\s*$", script.text, re.M)
+        port = given[1] if given else port
+    if port.isdecimal() and "exclusive" not in script.options:
+        found.error(
+            place,
+            f"two jobs that share a node must not share port {port}; write "
+            "port=$((20000 + SLURM_JOB_ID % 10000)), or ask for --exclusive",
+        )
+
+
 def _check_end(script: Script, found: Findings) -> None:
     signal, text = script.value("signal"), script.text
-    traps = re.search(r"^\s*trap\s+.*\b(USR1|USR2|SIGUSR1|SIGUSR2|TERM|SIGTERM)\b", text, re.M)
+    traps = re.findall(r"^\s*trap\s+.*?((?:\s(?:SIG)?[A-Z]+[12]?)+)\s*$", text, re.M)
+    trapped = {name.removeprefix("SIG") for names in traps for name in names.split()}
+    sent = signal.removeprefix("B:").removeprefix("R:").partition("@")[0].removeprefix("SIG")
     if signal and not signal.startswith("B:") and re.search(r"USR", signal):
         found.error(
             ("signal",),
             f"{signal} goes to torchrun, which dies of it; write --signal=B:{signal} and trap it",
         )
-    elif signal and not traps:
+    elif signal.startswith("B:") and sent not in trapped:
         found.error(
             ("signal",),
-            f"nothing in the script traps {signal}, so that it kills the script; add a trap that "
-            "stops the step with TERM and requeues",
+            f"nothing in the script traps {sent}, so that it kills the script; add trap 'touch "
+            f"RUN/stop' {sent}, which stops the run and saves",
         )
-    if traps and not re.search(r"^\s*wait\b", text, re.M):
+    if trapped and not _waits(script):
         found.error(
             _line_of(script, r"\btrap\b", found),
             "a trap waits for the command in the foreground; start srun with & and wait for it",
@@ -325,3 +353,12 @@ def _check_end(script: Script, found: Findings) -> None:
         found.advise((), "add #SBATCH --signal=B:USR1@300 and a trap, so that the end is saved")
     if "requeue" in script.options and script.value("open-mode") != "append":
         found.advise(("requeue",), "add #SBATCH --open-mode=append, or a requeue empties the log")
+
+
+def _waits(script: Script) -> bool:
+    """Whether what trains runs in the background, and the script waits for it."""
+    joined = re.sub(r"\\\n", " ", script.text)
+    lines = [line for line in joined.split("\n") if not line.lstrip().startswith("#")]
+    trains = [line for line in lines if re.search(r"\b(torchrun|torch\.distributed\.run)\b", line)]
+    waits = any(re.match(r"\s*wait\b", line) for line in lines)
+    return waits and all(re.search(r"&\s*(#.*)?$", line) for line in trains)

@@ -26,7 +26,12 @@ _SHELL_VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
 _OWN_HOST = re.compile(
     r"\$\{?HOSTNAME|\$\(\s*hostname|^localhost\b|^127\.|^\[?::1\]?|^0\.0\.0\.0|\$\(HOSTNAME\)"
 )
-_NAMES = {"nproc_per_node": "nprocPerNode", "nnodes": "replicas"}
+_NAMES = {
+    "PyTorchJob": {"nproc_per_node": "nprocPerNode", "nnodes": "replicas"},
+    "TrainJob": {"nproc_per_node": "numProcPerNode", "nnodes": "numNodes"},
+}
+# They start processes by an environment of their own, and ignore what the operator injects.
+_OTHER_LAUNCHERS = {"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun"}
 
 
 @dataclass
@@ -93,6 +98,12 @@ def check_start(
         _check_torchrun(start, setting, place, found)
     elif start.program == "python":
         _check_python(start, setting, place, found)
+    elif start.program in _OTHER_LAUNCHERS:
+        found.error(
+            place,
+            f"{start.program} does not read what the operator of a {setting.operator} sets (PET_*) "
+            "and starts something else; write command: [torchrun] and args: [-m, pretrain, CONFIG]",
+        )
     return start
 
 
@@ -107,12 +118,13 @@ def _check_expansion(line: list[str], place: Path, found: Findings) -> None:
 
 
 def _check_torchrun(start: Start, setting: Setting, place: Path, found: Findings) -> None:
+    names = _NAMES.get(setting.operator, {})
     for flag, variable in setting.carried.items():
         if flag in start.flags:
             found.error(
                 place,
                 f"--{flag} overrides {variable}, which the operator sets rightly on every node; "
-                "remove it" + (f" and set {_NAMES[flag]}" if flag in _NAMES else ""),
+                "remove it" + (f" and set {names[flag]}" if flag in names else ""),
             )
     endpoint = start.flags.get("rdzv_endpoint", "")
     if _OWN_HOST.search(endpoint) and "rdzv_endpoint" not in setting.carried:

@@ -115,7 +115,7 @@ def _scalar(value: Any, kind: str) -> str | None:
     base, _, least = kind.partition(">=")
     assert base == "int", f"unknown kind of scalar {kind}"
     if not isinstance(value, int) or isinstance(value, bool):
-        bare = isinstance(value, str) and value.isdigit()
+        bare = isinstance(value, str) and value.isdecimal()
         remedy = f"write {value}, without quotes" if bare else "write a whole number"
         return f"must be a whole number; got {value!r:.60}; {remedy}"
     if least and value < int(least):

@@ -10,6 +10,7 @@ from tools.launch.pod_rules import (
     check_containers,
     check_env,
     check_fabric,
+    check_grace,
     check_image,
     check_images,
     check_network,
@@ -20,6 +21,7 @@ from tools.launch.pod_rules import (
 )
 from tools.launch.pytorch_rules import check_name
 from tools.launch.start_rules import CARRIED, Setting, check_reserved, check_start
+from tools.launch.together import check_run_file
 
 _RESERVED = set(CARRIED.values())
 _STOCK = "torch-distributed"
@@ -27,9 +29,15 @@ _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 
 def check_train_job(
-    job: dict[str, Any], found: Findings, runtimes: dict[str, dict[str, Any]]
+    job: dict[str, Any],
+    found: Findings,
+    runtimes: dict[str, dict[str, Any]],
+    maps: dict[str, set[str]],
 ) -> None:
-    """Everything that a TrainJob's schema does not say. `runtimes`: those in the same file."""
+    """Everything that a TrainJob's schema does not say.
+
+    `runtimes` and `maps`: the runtimes and ConfigMaps of the same file.
+    """
     check_name(job.get("metadata"), 63, "for its pods' names", found)
     spec, trainer = at(job, "spec"), at(job, "spec", "trainer")
     path: Path = ("spec", "trainer")
@@ -52,6 +60,7 @@ def check_train_job(
         setting = Setting("TrainJob", nodes, processes, gpus)
         start = check_start(trainer.get("command"), trainer.get("args"), setting, path, found)
         pod.cpu_only = "run.device=cpu" in words(trainer.get("args")) + start.rest
+        check_run_file(start, pod, maps, found)
     if "image" in trainer:
         check_image(trainer, path, found)
     elif reference == _STOCK:
@@ -81,7 +90,15 @@ def _train_pod(
         resources=own or at(container, "resources"),
         resources_path=("spec", "trainer", "resourcesPerNode"),
     )
+    managers: set[str] = set()
     for index, patch in enumerate(at(spec, "runtimePatches", kind=list)):
+        manager = at(patch, "manager", kind=str)
+        if manager and manager in managers:
+            found.error(
+                ("spec", "runtimePatches", index, "manager"),
+                f"{manager!r} has two patches, and the API server refuses that; join them",
+            )
+        managers.add(manager)
         jobs: Path = ("trainingRuntimeSpec", "template", "spec", "replicatedJobs")
         for number, one in enumerate(at(patch, *jobs, kind=list)):
             path = ("spec", "runtimePatches", index, *jobs, number)
@@ -106,6 +123,7 @@ def _apply_patch(one: Any, path: Path, pod: Pod, found: Findings) -> None:
     merged = {**patched, "volumes": pod.spec["volumes"] if name == "node" else []}
     check_volumes({**patched, **merged, "containers": [], "initContainers": []}, here, found)
     check_containers(Pod(patched, here), found)
+    check_grace(Pod(patched, here), found)
     for index, container in enumerate(at(patched, "containers", kind=list)):
         where = (*here, "containers", index)
         if at(container, "name", kind=str) != "node" or name != "node":
@@ -233,6 +251,7 @@ def check_runtime(runtime: dict[str, Any], found: Findings) -> None:
     check_containers(pod, found)
     check_volumes(spec, here, found)
     check_network(pod, found)
+    check_grace(pod, found)
     for number, job in enumerate(jobs):
         if job.get("replicas", 1) != 1:
             found.error(
@@ -256,7 +275,8 @@ def check_job_set(job_set: dict[str, Any], found: Findings) -> None:
 
 def _check_set_job(job: Any, path: Path, found: Findings) -> None:
     spec, here = at(job, "template", "spec"), (*path, "template", "spec")
-    pods, done = spec.get("parallelism", 1), spec.get("completions", spec.get("parallelism", 1))
+    pods = at(spec, "parallelism", kind=int) or 1
+    done = at(spec, "completions", kind=int) or pods
     if pods != done:
         found.error(
             (*here, "parallelism"),
@@ -274,7 +294,7 @@ def _check_set_job(job: Any, path: Path, found: Findings) -> None:
         pod.container, pod.container_path = at(containers, 0), (*inner, "containers", 0)
         pod.resources = at(pod.container, "resources")
         pod.resources_path = (*pod.container_path, "resources")
-        setting = Setting("JobSet", int(pods), None, gpu_count(pod.resources), carried={})
+        setting = Setting("JobSet", pods, None, gpu_count(pod.resources), carried={})
         start = check_start(
             pod.container.get("command"),
             pod.container.get("args"),
@@ -284,7 +304,7 @@ def _check_set_job(job: Any, path: Path, found: Findings) -> None:
         )
         pod.cpu_only = "run.device=cpu" in words(pod.container.get("args"))
         names = {at(e, "name", kind=str) for e in at(pod.container, "env", kind=list)}
-        if start.program == "torchrun" and int(pods) > 1:
+        if start.program == "torchrun" and pods > 1:
             _check_meeting(start.flags, names, pod.container_path, found)
         if not (setting.gpus or pod.cpu_only or at(pod.resources, "claims", kind=list)):
             found.error(
@@ -297,6 +317,7 @@ def _check_set_job(job: Any, path: Path, found: Findings) -> None:
     check_containers(pod, found)
     check_volumes(pod.spec, pod.path, found)
     check_network(pod, found)
+    check_grace(pod, found)
 
 
 def _check_meeting(flags: dict[str, str], names: set[str], path: Path, found: Findings) -> None:

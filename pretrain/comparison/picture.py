@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison as pictures: a PNG, and one self-contained HTML page with the same curves."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+from pretrain.comparison.gaps import mean_curve, paired_gaps, training_gaps
+from pretrain.comparison.runs import FORWARDS, Row
+from pretrain.comparison.summary import HEAD, Line, cells
+from pretrain.report.charts import Chart, Series, render
+from pretrain.report.page import page_of
+
+COLOURS = (
+    *("#2f6fde", "#d9541e", "#16876b", "#8a4bc4", "#b4232f", "#5b7fa8", "#b9a44c", "#d2527f"),
+    *("#4a5160", "#5a9e2f", "#c07f3a", "#3aa6b9"),
+)
+_TITLES = {
+    "own": "Validation gap, own forward, %",
+    "bf16": "Validation gap, BF16 forward, %",
+    "training": "Training gap, %",
+}
+
+
+def curves(row: Row, base: Row) -> dict[str, list[tuple[int, float, float, float]]]:
+    """By kind (own, bf16, training): (tokens, mean, lowest, highest gap over seeds)."""
+    found = {name: mean_curve(paired_gaps(row, base, name)) for name in FORWARDS}
+    found["training"] = mean_curve(training_gaps(row, base))
+    tokens = next(iter(row.runs.values())).tokens
+    return {
+        name: [(tokens.get(step, step), *rest) for step, *rest in points]  # type: ignore[misc]
+        for name, points in found.items()
+    }
+
+
+def write_png(rows: Sequence[Row], base: Row, path: Path) -> None:
+    """Gaps over training, one panel a kind; the band is from the lowest to the highest seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = {row.label: curves(row, base) for row in rows if row is not base}
+    kinds = [kind for kind in _TITLES if any(found[kind] for found in drawn.values())]
+    figure, axes = pyplot.subplots(
+        1, max(1, len(kinds)), figsize=(6.2 * max(1, len(kinds)), 4.6), squeeze=False
+    )
+    for axis, kind in zip(axes[0], kinds):
+        for number, (label, found) in enumerate(drawn.items()):
+            if not found[kind]:
+                continue
+            x, mean, low, high = zip(*found[kind])
+            colour = COLOURS[number % len(COLOURS)]
+            axis.plot(x, mean, color=colour, label=label, linewidth=1.6)
+            axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.axhline(0.0, color="#888888", linewidth=0.8)
+        axis.set_title(f"{_TITLES[kind]} (base: {base.label})", fontsize=10)
+        axis.set_xlabel("tokens")
+        axis.grid(alpha=0.25)
+    if kinds:
+        axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def write_html(
+    rows: Sequence[Row], base: Row, lines: Sequence[Line], said: Sequence[str], path: Path
+) -> None:
+    """One page: the table, what may be said, and the curves."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in HEAD)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(line)) + "</tr>"
+        for line in lines
+    )
+    notes = [f"{line.label}: {note}" for line in lines for note in line.notes]
+    texts = "".join(f"<p>{escape(text)}</p>" for text in [*said, *notes])
+    parts = [
+        f"<header><h1>Runs compared</h1><p class='lead'>base: {escape(base.label)}</p></header>",
+        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>",
+        '<p class="hint">+- is the 95 % t interval of the mean over seeds, each paired with the '
+        "base of its seed; one seed has none. Gaps are (loss - base) / base.</p>",
+        f'<div class="card said">{texts}</div>' if texts else "",
+        *(_chart(rows, base, kind) for kind in _TITLES),
+        f"<footer>nibble, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</footer>",
+    ]
+    colours = "".join(
+        f".row{number} {{ --c: {COLOURS[number % len(COLOURS)]}; }}\n"
+        for number in range(len(rows))
+    )
+    page = page_of("Runs compared", "\n".join(filter(None, parts)), colours)
+    path.write_text(page, encoding="utf-8")
+
+
+def _chart(rows: Sequence[Row], base: Row, kind: str) -> str:
+    series, keys = [], []
+    for number, row in enumerate(row for row in rows if row is not base):
+        points = [(float(x), mean) for x, mean, _, _ in curves(row, base)[kind]]
+        if points:
+            series.append(Series(row.label, f"row{number}", points))
+            last = f"{points[-1][1]:+.2f}"
+            keys.append(
+                f'<span class="key row{number}"><i></i>{escape(row.label)} <b>{last}</b></span>'
+            )
+    if not series:
+        return ""
+    chart = render(Chart(series, _TITLES[kind], levels=[(0.0, "base")]), 1086, 360)
+    return (
+        f'<h2>{_TITLES[kind]}</h2><figure class="card"><figcaption>{"".join(keys)}</figcaption>'
+        f"{chart}</figure>"
+    )

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference gaps that ship as data: is the gap of this run what others have seen?
+
+A reference file is JSON, one row of runs of one model:
+
+    {"format": "nibble reference gaps", "version": 1,
+     "name": "dense-30m/nvfp4",            model and row
+     "precision": {"recipe": "nvfp4", ...},  what identifies the row: `precision_key`
+     "tokens_per_parameter": 5.2,          at the end; parameters without embeddings
+     "source": "...",                      where it was measured: card, commit, or a publication
+     "runs": [{"seed": 1, "gaps": [[tokens, own, bf16], ...]}, ...]}
+
+Gaps are in per cent against the BF16 run of the same seed; null where a forward was not validated.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fused_ops.errors import ConfigError
+from pretrain.comparison.gaps import Interval, final_gaps, interval, paired_gaps, t95
+from pretrain.comparison.runs import Row
+
+FORMAT, VERSION = "nibble reference gaps", 1
+_IGNORED = ("amax_scope", "check_finite", "backend", "communicate", "phases")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The final gaps of one reference row."""
+
+    name: str
+    precision: Mapping[str, Any]
+    tokens_per_parameter: float
+    source: str
+    gaps: Mapping[str, Sequence[float]]
+    """By forward, the last gap of each seed."""
+
+
+def precision_key(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a precision section decides the numbers, without what is empty or by default."""
+    section = {
+        key.removeprefix("precision."): value
+        for key, value in settings.items()
+        if key.startswith("precision.") and value not in (None, [], {}, "", "exact", False)
+    }
+    return {k: v for k, v in sorted(section.items()) if k.split(".")[0] not in _IGNORED}
+
+
+def read_references(folder: Path) -> list[Reference]:
+    """All reference files of a folder. Raises ConfigError for one that is damaged."""
+    found, problems = [], []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            data = json.loads(path.read_text())
+            rows = data if isinstance(data, list) else [data]
+            found += [_reference(row) for row in rows]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            problems.append(
+                f"{path} must be {FORMAT!r}, version {VERSION} ({type(error).__name__}: {error}); "
+                "write it with --write-reference"
+            )
+    if not found and not problems:
+        problems.append(f"{folder} must hold reference files (*.json); there is none")
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _reference(data: Mapping[str, Any]) -> Reference:
+    if (data["format"], data["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"format {data['format']!r}, version {data['version']}")
+    last = [run["gaps"][-1] for run in data["runs"]]
+    return Reference(
+        name=str(data["name"]),
+        precision=dict(data["precision"]),
+        tokens_per_parameter=float(data["tokens_per_parameter"]),
+        source=str(data["source"]),
+        gaps={
+            forward: [float(point[i]) for point in last if point[i] is not None]
+            for i, forward in ((1, "own"), (2, "bf16"))
+        },
+    )
+
+
+def write_reference(
+    row: Row, base: Row, name: str, tokens_per_parameter: float, folder: Path
+) -> Path | None:
+    """Writes the gaps of a row of finished runs; None where there are none."""
+    seeds = sorted(final_gaps(row, base))
+    runs = []
+    for seed in seeds:
+        own = paired_gaps(row, base, "own")[seed]
+        bf16 = dict(paired_gaps(row, base, "bf16").get(seed, []))
+        tokens = row.runs[seed].tokens
+        points = [
+            [tokens.get(step, step), round(gap, 5), _maybe_rounded(bf16.get(step))]
+            for step, gap in own
+        ]
+        runs.append({"seed": seed, "gaps": points})
+    if not runs:
+        return None
+    first = row.runs[seeds[0]]
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": name,
+        "precision": precision_key(row.settings),
+        "tokens_per_parameter": round(tokens_per_parameter, 2),
+        "source": f"{first.card}, commit {first.commit}",
+        "runs": runs,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.replace('/', '-')}.json"
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return path
+
+
+def _maybe_rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
+
+
+def judge(
+    row: Row, base: Row, tokens_per_parameter: float, references: Sequence[Reference]
+) -> list[str]:
+    """Sentences: the row's final gap beside the references of the same precision, nearest first.
+
+    Where a reference has several seeds, "as expected" means inside the 95 % interval in which the
+    mean of so many new seeds falls; where it has one, only the difference is told.
+    """
+    key = precision_key(row.settings)
+    near = sorted(
+        (ref for ref in references if ref.precision == key),
+        key=lambda ref: abs(math.log(ref.tokens_per_parameter / tokens_per_parameter)),
+    )
+    if not near:
+        return [f"{row.label}: no reference has its precision {json.dumps(key)}"]
+    said = []
+    for forward in ("own", "bf16"):
+        own = interval(final_gaps(row, base, forward))
+        if own is None:
+            continue
+        with_gaps = [ref for ref in near if ref.gaps[forward]]
+        said += [_sentence(row.label, forward, own, ref) for ref in with_gaps[:3]]
+    return said or [f"{row.label}: no seed has finished together with the base's"]
+
+
+def _sentence(label: str, forward: str, own: Interval, reference: Reference) -> str:
+    gaps, seeds = reference.gaps[forward], len(own.seeds)
+    mean = statistics.fmean(gaps)
+    place = f"{reference.name} at {reference.tokens_per_parameter:g} tokens a parameter"
+    text = f"{label}, {forward} forward: {own.mean:+.2f} %; {place}: {mean:+.2f} %"
+    if len(gaps) < 2:
+        return f"{text} (one run: no interval; {reference.source})"
+    spread = statistics.stdev(gaps) * math.sqrt(1 / len(gaps) + 1 / seeds)
+    half = t95(len(gaps) - 1) * spread
+    inside = abs(own.mean - mean) <= half
+    verdict = "as expected" if inside else "larger" if own.mean > mean else "smaller"
+    return f"{text} +- {half:.2f} for {seeds} seeds: {verdict} ({reference.source})"

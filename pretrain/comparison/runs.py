@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run folders read for a comparison, and runs of several seeds put together as rows."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fused_ops.errors import ConfigError
+from pretrain.checkpoint.compare import flatten
+from pretrain.environment import ENVIRONMENT_FILE
+from pretrain.history import METRICS_FILE, read_metrics
+from pretrain.report.sections import four_bit_share
+
+FORWARDS = {"own": "val_loss", "bf16": "val_loss_bf16"}
+"""Which forward pass a validation used: the run's own, quantized one, or GEMMs in 16 bits."""
+
+Point = tuple[int, float]
+# Settings that say where and how a run computes, and not what it trains.
+_ELSEWHERE: tuple[str, ...] = ("run.", "log.", "checkpoint.", "monitor.", "parallel.")
+_ELSEWHERE += ("data.prefetch", "data.cache", "data.storage")
+_ELSEWHERE += ("train.eval_interval", "train.eval_also_bf16", "train.profile_steps")
+_ELSEWHERE += ("train.threads", "train.dry_run", "train.micro_batch_size")
+_ELSEWHERE += ("train.deterministic", "train.cuda_graph_impl")
+_SEED = re.compile(r"[-_.](?:s|seed)?[-_.]?\d+$")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run folder says."""
+
+    path: Path
+    name: str
+    seed: int
+    steps: int
+    """Of the whole run."""
+    settings: Mapping[str, Any]
+    """Flat, without where and how it computed."""
+    losses: Sequence[Point]
+    """(step, training loss)."""
+    tokens: Mapping[int, int]
+    """Tokens consumed after each step."""
+    validation: Mapping[tuple[str, str], Sequence[Point]]
+    """By (forward, set): (step, loss)."""
+    tokens_per_s: float | None
+    memory_gib: float | None
+    four_bit_share: float | None
+    card: str
+    commit: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last step was taken."""
+        return bool(self.losses) and self.losses[-1][0] >= self.steps
+
+
+@dataclass
+class Row:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    runs: dict[int, RunData] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the first seed; the others' are the same."""
+        return next(iter(self.runs.values())).settings
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """The run folders in each folder: itself, or those right below it, in order of names.
+
+    Raises:
+        ConfigError: a folder that is none and holds none.
+    """
+    found, problems = [], []
+    for folder in map(Path, folders):
+        if (folder / METRICS_FILE).exists():
+            found.append(folder)
+            continue
+        below = sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
+        if not below:
+            problems.append(
+                f"{folder} must be the folder of a run, or hold such folders: {METRICS_FILE} is "
+                "missing; name runs/NAME"
+            )
+        found += below
+    if problems:
+        raise ConfigError(problems)
+    return list(dict.fromkeys(found))
+
+
+def read_run(folder: Path) -> RunData:
+    """Reads one run folder. Raises ConfigError where its configuration or losses are missing."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        flat = flatten(config)
+        name, seed, steps = (flat[k] for k in ("run.name", "run.seed", "train.steps"))
+    except (OSError, yaml.YAMLError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder}/config.yaml must be a run's resolved configuration; it cannot be read "
+            f"({type(error).__name__}); compare folders that `python -m pretrain` has written"
+        ) from error
+    rows = read_metrics(folder / METRICS_FILE)
+    training = [row for row in rows if "loss" in row]
+    if not training:
+        raise ConfigError(f"{folder} must have trained at least one step; {METRICS_FILE} has none")
+    environment = _json(folder / ENVIRONMENT_FILE)
+    precision = _json(folder / "precision.json")
+    speeds = [row["tokens_per_s"] for row in training if "tokens_per_s" in row]
+    memory = [float(row["memory_gib"]) for row in training if "memory_gib" in row]
+    table = {"rows": precision} if isinstance(precision, list) else precision
+    gpus = environment.get("gpus") if isinstance(environment, dict) else None
+    code = environment.get("code") if isinstance(environment, dict) else None
+    return RunData(
+        path=folder,
+        name=str(name),
+        seed=int(seed),
+        steps=int(steps),
+        settings={k: v for k, v in flat.items() if not k.startswith(_ELSEWHERE)},
+        losses=[(row["step"], float(row["loss"])) for row in training],
+        tokens={row["step"]: row["tokens"] for row in rows if "tokens" in row},
+        validation=_validation(rows),
+        # The first steps compile and warm up.
+        tokens_per_s=statistics.median(speeds[len(speeds) // 10 :]) if speeds else None,
+        memory_gib=max(memory) if memory else None,
+        four_bit_share=four_bit_share(table) if isinstance(table, Mapping) else None,
+        card=_card(gpus, environment),
+        commit=str(code.get("commit", ""))[:12] if isinstance(code, Mapping) else "",
+    )
+
+
+def _card(gpus: Any, environment: Any) -> str:
+    if isinstance(gpus, list) and gpus:
+        first = gpus[0]
+        return str(first.get("name", first) if isinstance(first, Mapping) else first)
+    return str(environment.get("cpu", "")) if isinstance(environment, Mapping) else ""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _validation(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Point]]:
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    names = {key: forward for forward, key in FORWARDS.items()}
+    for row in rows:
+        for key, value in row.items():
+            kind, _, name = key.partition("/")
+            if kind in names and math.isfinite(float(value)):
+                found.setdefault((names[kind], name), {})[row["step"]] = float(value)
+    return {key: sorted(points.items()) for key, points in found.items()}
+
+
+def group_runs(runs: Sequence[RunData]) -> list[Row]:
+    """Rows of runs whose settings are the same but for the seed, in order of first appearance.
+
+    A row is called by its runs' common name without the seed: v1-s1 and v1-s2 are v1.
+
+    Raises:
+        ConfigError: two runs have one seed and one set of settings.
+    """
+    groups: dict[str, Row] = {}
+    problems = []
+    for run in runs:
+        key = json.dumps(run.settings, sort_keys=True, default=str)
+        row = groups.setdefault(key, Row(_SEED.sub("", run.name)))
+        if run.seed in row.runs:
+            problems.append(
+                f"a seed may come once in a row; {run.path} and {row.runs[run.seed].path} have "
+                f"seed {run.seed} and the same settings; leave one of them out"
+            )
+        row.runs[run.seed] = run
+    if problems:
+        raise ConfigError(problems)
+    rows = list(groups.values())
+    for row in rows:
+        if sum(other.label == row.label for other in rows) > 1:
+            row.label = next(iter(row.runs.values())).name
+    for index, row in enumerate(rows):
+        if any(other.label == row.label for other in rows[:index]):
+            row.label = str(next(iter(row.runs.values())).path)
+    return rows
+
+
+def differences(row: Row, base: Row) -> list[str]:
+    """Settings beside precision in which a row differs from the base: no fair comparison then."""
+    own, other = row.settings, base.settings
+    return [
+        f"{key}: {other.get(key)} and {own.get(key)}"
+        for key in sorted(own.keys() | other.keys())
+        if own.get(key) != other.get(key) and not key.startswith("precision.")
+    ]

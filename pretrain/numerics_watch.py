@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one monitored step gathers: sums over operands, products, gradients and routers.
+
+Everything stays on the device until `NumericsWatch.reduced`, which adds it over all ranks and waits
+once. One micro-batch a rank is looked at, the first.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import Router
+from torch import Tensor
+
+from fused_ops.formats import QuantizedTensor
+from fused_ops.keys import GEMMS, OPERANDS, signs
+from fused_ops.linear import LinearCall, Operand
+from fused_ops.operand_error import (
+    OPERAND_SUMS,
+    PRODUCT_SUMS,
+    Sample,
+    operand_sums,
+    product_sums,
+    products,
+    take_sample,
+)
+from fused_ops.recipe import is_quantized
+from models import micro_batch
+from models.comm import TensorParallelComm
+from models.precision import named_gemms, unwrap
+from pretrain.engine import Engine
+
+_TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
+_RANGE = slice(OPERAND_SUMS.index("counted"), OPERAND_SUMS.index("below") + 1)
+
+
+class NumericsWatch:
+    """The sums of one step.
+
+    Args:
+        engine: what is trained.
+        limits: rows and columns of an operand to look at; 0: all.
+        experts: of each layer of experts, how many to look at.
+    """
+
+    def __init__(self, engine: Engine, limits: tuple[int, int], experts: int) -> None:
+        self.engine, self.limits = engine, limits
+        self.names = [module.name for module in engine.plan.modules]
+        number = len(self.names)
+        zeros: dict[str, Any] = {"dtype": torch.float64, "device": engine.world.device}
+        self.amax = torch.zeros(number, len(OPERANDS), **zeros)
+        self.operands = torch.zeros(number, len(OPERANDS), len(OPERAND_SUMS), **zeros)
+        self.products = torch.zeros(number, len(GEMMS), len(PRODUCT_SUMS), **zeros)
+        self.gradients = torch.zeros(number, 2, **zeros)
+        """Exact zeros of the weight's gradient, and its values."""
+        config = engine.config
+        self.router_names = router_names(engine)
+        self.num_experts = config.num_moe_experts or 0
+        # Of each router: tokens, their summed entropy, tokens of each expert.
+        self.routers = torch.zeros(len(self.router_names), 2 + self.num_experts, **zeros)
+        self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
+        self.micro_batch: int | None = None
+        self._partial: list[tuple[int, int, list[dist.ProcessGroup], Tensor]] = []
+
+    def wants(self, number: int) -> bool:
+        """Whether this is the rank's first micro-batch of the step."""
+        if self.micro_batch is None:
+            self.micro_batch = number
+        return number == self.micro_batch
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the step's GEMMs, routers and gradients are seen."""
+        modules = list(watched_modules(self.engine))
+        before = [module.observer for _, module in modules]
+        index = {name: i for i, name in enumerate(self.names)}
+        config = self.engine.config
+        finalize = config.finalize_model_grads_func
+        assert finalize is not None, "an engine has a function that finishes gradients"
+
+        def finish(*arguments: Any, **options: Any) -> None:
+            finalize(*arguments, **options)
+            self._count_zeros(index)
+
+        hooks = []
+        try:
+            for name, module in modules:
+                module.observer = _LayerWatch(self, index[name])
+            for name, router in routers(self.engine):
+                place = self.router_names.index(name)
+                hooks.append(router.register_forward_hook(_RouterWatch(self, place)))
+            config.finalize_model_grads_func = finish
+            yield
+        finally:
+            config.finalize_model_grads_func = finalize
+            for hook in hooks:
+                hook.remove()
+            for (_, module), observer in zip(modules, before):
+                module.observer = observer
+
+    def add_product(
+        self, place: tuple[int, int], pair: tuple[Tensor, Tensor], groups: list[dist.ProcessGroup]
+    ) -> None:
+        """The exact product and the computed one; `groups` have other parts of their sum."""
+        if groups:
+            self._partial.append((*place, groups, torch.stack(pair)))
+        else:
+            self.products[place] += product_sums(*pair)
+
+    def _count_zeros(self, index: dict[str, int]) -> None:
+        for name, module in watched_modules(self.engine):
+            for part in gradient_parts(self.engine, module.weight):
+                found = [(part == 0).sum(dtype=torch.float64), part.new_full((), part.numel())]
+                self.gradients[index[name]] += torch.stack([found[0], found[1].double()])
+
+    def _finish_partial(self) -> None:
+        """Adds up the products whose contraction is cut: one all-reduce a group."""
+        by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+        for _, _, groups, pair in self._partial:
+            for group in groups:
+                by_group.setdefault(id(group), (group, []))[1].append(pair)
+        for group, pairs in by_group.values():
+            flat = torch.cat([pair.flatten() for pair in pairs])
+            dist.all_reduce(flat, group=group)
+            for pair, whole in zip(pairs, flat.split([pair.numel() for pair in pairs])):
+                pair.copy_(whole.view(pair.shape))
+        for module, gemm, _, pair in self._partial:
+            self.products[module, gemm] += product_sums(pair[0], pair[1])
+        self._partial = []
+
+    def reduced(self) -> dict[str, list[Any]]:
+        """All sums over all ranks, as nested lists of numbers. Collective; waits for the device."""
+        self._finish_partial()
+        tables = {
+            name: getattr(self, name) for name in ("operands", "products", "gradients", "routers")
+        }
+        flat = torch.cat([table.flatten() for table in tables.values()])
+        dist.all_reduce(flat)
+        dist.all_reduce(self.amax, op=dist.ReduceOp.MAX)
+        whole = torch.cat([flat, self.amax.flatten()]).cpu()
+        tables["amax"] = self.amax
+        parts = whole.split([table.numel() for table in tables.values()])
+        return {name: p.view(t.shape).tolist() for (name, t), p in zip(tables.items(), parts)}
+
+
+class _LayerWatch:
+    """The observer of one linear layer, or of one stack of experts."""
+
+    def __init__(self, watch: NumericsWatch, index: int) -> None:
+        self.watch, self.index = watch, index
+        self._waiting: dict[tuple[str, int], tuple[str, Sample]] = {}
+
+    def wants(self, number: int) -> bool:
+        """Signature: `models.parallel_linear.ModuleObserver.wants`."""
+        return self.watch.wants(number)
+
+    @torch.no_grad()
+    def observe(
+        self, gemm: str, operand: str, tensor: Tensor, quantized: Operand, call: LinearCall
+    ) -> None:
+        """Signature: `fused_ops.linear.Observer.observe`."""
+        watch, expert = self.watch, call.key.expert
+        if tensor.numel() == 0 or expert % watch.expert_stride:
+            return
+        name = f"{gemm}.{operand}"
+        place = (self.index, OPERANDS.index(name))
+        amax = torch.linalg.vector_norm(tensor.detach(), math.inf).double()
+        watch.amax[place] = torch.maximum(watch.amax[place], amax)
+        if not any(map(is_quantized, call.recipe.specs(gemm))):
+            return
+        assert isinstance(quantized, QuantizedTensor | Tensor), "an observed operand is not decoded"
+        spec = call.spec(name)
+        sample = take_sample(
+            tensor.detach(),
+            quantized,
+            columns=name in _TRANSPOSED,
+            signs=signs(spec, call.key, gemm, tensor.device),
+            limits=watch.limits,
+        )
+        if isinstance(quantized, QuantizedTensor):
+            watch.operands[place] += operand_sums(sample)
+            watch.operands[(*place, _RANGE)] += _range_counts(quantized)
+        other = self._waiting.pop((gemm, expert), None)
+        if other is None or other[0] == operand:
+            self._waiting[gemm, expert] = operand, sample
+            return
+        left_first = operand in ("w", "x")
+        left, right = (other[1], sample) if left_first else (sample, other[1])
+        comm = call.comm
+        groups = comm.contraction_groups(gemm) if isinstance(comm, TensorParallelComm) else []
+        pair = products(left, right, call.recipe.decode)
+        watch.add_product((self.index, GEMMS.index(gemm)), pair, groups)
+
+
+def _range_counts(operand: QuantizedTensor) -> Tensor:
+    """Counted, above and below, of the whole operand: blocks (pow2) or values (delayed scales)."""
+    counts = operand.out_of_range
+    zeros = torch.zeros(3, dtype=torch.float64, device=operand.codes.device)
+    if counts is None:
+        return zeros
+    of = operand.scales if operand.spec.is_pow2 else operand.codes
+    zeros[0] += float(of.numel())
+    zeros[1:] += counts.reshape(-1)[:2]
+    return zeros
+
+
+class _RouterWatch:
+    """A forward hook of a router: how sure it is, and where the tokens go."""
+
+    def __init__(self, watch: NumericsWatch, place: int) -> None:
+        self.watch, self.place = watch, place
+
+    @torch.no_grad()
+    def __call__(
+        self, router: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]
+    ) -> None:
+        if not self.watch.wants(micro_batch.current()):
+            return
+        logits = router.gating(inputs[0].detach()).float()
+        logits = logits.reshape(-1, logits.shape[-1])
+        if router.config.moe_router_score_function == "sigmoid":
+            shares = torch.sigmoid(logits)
+            shares = shares / shares.sum(-1, keepdim=True)
+        else:
+            shares = torch.softmax(logits, -1)
+        entropy = torch.special.entr(shares).sum(dtype=torch.float64)
+        tokens = torch.full_like(entropy, float(logits.shape[0]))
+        load = outputs[1].reshape(-1, logits.shape[-1]).sum(0, dtype=torch.float64)
+        self.watch.routers[self.place] += torch.cat([torch.stack([tokens, entropy]), load])
+
+
+def watched_modules(engine: Engine) -> Iterator[tuple[str, Any]]:
+    """(global name, module) of this rank's linear layers that take a recipe."""
+    for chunk in engine.chunks:
+        for name, module in named_gemms(unwrap(chunk)):
+            if hasattr(module, "observer"):
+                yield name, module
+
+
+def routers(engine: Engine) -> Iterator[tuple[str, Any]]:
+    """(global name, module) of this rank's routers."""
+    for chunk in engine.chunks:
+        for layer in unwrap(chunk).decoder.layers:
+            for name, module in layer.named_modules():
+                if isinstance(module, Router):
+                    yield f"layers.{layer.layer_number - 1}.{name}", module
+
+
+def router_names(engine: Engine) -> list[str]:
+    """Names of the routers of the whole model, the same on every rank. Collective."""
+    if not engine.config.num_moe_experts:
+        return []
+    boxes: list[Any] = [None] * engine.world.size
+    dist.all_gather_object(boxes, [name for name, _ in routers(engine)])
+    names = dict.fromkeys(name for box in boxes for name in box)
+    return sorted(names, key=lambda name: int(name.split(".")[1]))
+
+
+def gradient_parts(engine: Engine, weight: Any) -> Iterator[Tensor]:
+    """The parts of a weight's gradient that this rank holds summed over the data-parallel ranks."""
+    for chunk in engine.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            if weight not in buffer.param_index_map:
+                continue
+            start, end, number = buffer.param_index_map[weight]
+            bucket = buffer.buckets[number]
+            low, high = 0, bucket.grad_data.numel()
+            if chunk.ddp_config.use_distributed_optimizer:
+                group = buffer.data_parallel_group
+                size = high // group.size()
+                low, high = group.rank() * size, (group.rank() + 1) * size
+            first, last = max(start - bucket.offset, low), min(end - bucket.offset, high)
+            if first < last:
+                yield bucket.grad_data[first:last]

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing runs: gaps, intervals, what may be said, and files that come back as they were."""
+
+import json
+import math
+import re
+
+import pytest
+import yaml
+
+from fused_ops.errors import ConfigError
+from pretrain.comparison.compare import base_row, load_rows
+from pretrain.comparison.gaps import (
+    Interval,
+    diverged_at,
+    final_gaps,
+    first_difference,
+    interval,
+    paired_gaps,
+    t95,
+    training_gaps,
+)
+from pretrain.comparison.picture import write_html, write_png
+from pretrain.comparison.reference import Reference, judge, read_references, write_reference
+from pretrain.comparison.summary import between_rows, cells, ratios, summarize, table
+from pretrain.history import encode_row
+from tools.compare_runs import REFERENCE, main
+
+STEPS = 120
+# Final gaps in per cent, by row and seed: with means 0, 1.0, 1.1 and 2.0.
+GAPS = {
+    "bf16": {1: 0.0, 2: 0.0, 3: 0.0},
+    "v1": {1: 1.0, 2: 1.1, 3: 0.9},
+    "close": {1: 1.2, 2: 1.0, 3: 1.1},
+    "far": {1: 2.0, 2: 2.1, 3: 1.9},
+}
+RECIPES = {"bf16": "bf16", "v1": "nvfp4", "close": "nvfp4_fast", "far": "mxfp4"}
+
+
+def write_run(folder, name, seed, factor, recipe, steps=STEPS, **settings):
+    """A run whose losses are those of the base of its seed, raised by `factor` towards the end."""
+    run = folder / f"{name}-s{seed}"
+    run.mkdir(parents=True)
+    rows = []
+    for step in range(1, steps + 1):
+        loss = 3.0 + 5.0 / step + 0.01 * seed
+        loss *= 1 + factor * step / STEPS
+        row = {"step": step, "loss": loss, "tokens": 1000 * step, "memory_gib": 2.5}
+        rows.append({**row, "tokens_per_s": 5000.0 if recipe == "bf16" else 6000.0})
+        if step % 40 == 0:
+            value = {"val_loss": loss, "val_loss_bf16": loss / (1 + 0.25 * factor * step / STEPS)}
+            rows.append({"step": step, "tokens": 1000 * step, **value})
+    (run / "metrics.jsonl").write_bytes(b"".join(map(encode_row, rows)))
+    config = {
+        "run": {"name": run.name, "seed": seed, "dir": str(folder)},
+        "model": {"pattern": "*-", "seq_length": 32},
+        "data": {"train": "data/train", "valid": "data/valid"},
+        "train": {"steps": STEPS, **settings},
+        "precision": {"recipe": recipe, "rules": [], "plan": None},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "environment.json").write_text(
+        json.dumps({"gpus": ["NVIDIA H200"], "code": {"commit": "abc123"}})
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    for name, gaps in GAPS.items():
+        for seed, gap in gaps.items():
+            write_run(place, name, seed, gap / 100, RECIPES[name])
+    return place
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    return load_rows([folder])
+
+
+def test_students_points():
+    assert t95(2) == pytest.approx(4.3027, abs=1e-4)
+    assert t95(31) == pytest.approx(2.0395, abs=2e-4)
+    assert t95(1000) == pytest.approx(1.9623, abs=1e-4)
+
+
+def test_an_interval_is_students():
+    found = interval({1: 1.0, 2: 1.1, 3: 0.9})
+    assert found.mean == pytest.approx(1.0)
+    assert found.half == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
+    assert interval({}) is None
+    assert interval({4: 1.5}) == Interval(1.5, None, (4,))
+    assert interval({4: 1.5}).verdict == "one seed"
+    assert interval({1: 1.0, 2: -0.5}).verdict == "not distinguishable"
+    assert interval({1: -1.0, 2: -1.01}).verdict == "below"
+
+
+def test_rows_are_seeds_of_one_setting(rows):
+    assert {row.label: sorted(row.runs) for row in rows} == {name: [1, 2, 3] for name in GAPS}
+    assert base_row(rows, None).label == "bf16"
+    with pytest.raises(ConfigError, match="bf16, close, far, v1"):
+        base_row(rows, "none")
+
+
+def test_gaps_are_paired_by_seed_and_forward(rows):
+    base, v1 = base_row(rows, "bf16"), base_row(rows, "v1")
+    own = paired_gaps(v1, base)
+    assert [step for step, _ in own[1]] == [40, 80, 120]
+    assert own[2][0][1] == pytest.approx(1.1 / 3, rel=1e-6)
+    assert final_gaps(v1, base) == {s: pytest.approx(g) for s, g in GAPS["v1"].items()}
+    bf16 = final_gaps(v1, base, "bf16")
+    assert bf16[1] == pytest.approx(100 * (1.01 / 1.0025 - 1), rel=1e-6)
+    assert training_gaps(v1, base, bins=10)[1][-1][1] == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_may_be_said(rows):
+    base = base_row(rows, "bf16")
+    lines = {line.label: line for line in summarize(rows, base)}
+    assert lines["v1"].verdict == "worse"
+    assert lines["v1"].speed == pytest.approx(1.2)
+    assert lines["v1"].memory_gib == 2.5
+    assert lines["v1"].first_difference == 1
+    assert lines["bf16"].verdict == "base"
+    said = {text.rsplit(":", 2)[0]: text for text in between_rows(rows, base)}
+    assert "not distinguishable" in said["close less v1"]
+    assert "v1 is better" in said["far less v1"]
+    assert re.match(
+        r"gap of far over that of v1: 2\.0\d \+- ", ratios(rows, base_row(rows, "v1"), base)[1]
+    )
+    text = table(list(lines.values()))
+    assert "+1.00 +- 0.25" in text
+    assert summarize(rows, base_row(rows, "far"))[0].verdict == "better"
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    write_run(tmp_path, "a", 1, 0.0, "bf16")
+    write_run(tmp_path, "b", 1, 0.5, "nvfp4")
+    rows = load_rows([tmp_path])
+    line = summarize(rows, rows[0])[1]
+    assert line.verdict == "one seed: no interval"
+    assert "+50.00" in cells(line)
+    assert line.diverged == 25, "the gap of half a per cent a step has passed 10 % behind step 24"
+
+
+def test_what_differs_and_what_is_missing_is_said(tmp_path):
+    write_run(tmp_path, "a", 1, 0.0, "bf16")
+    write_run(tmp_path, "b", 1, 0.01, "nvfp4", global_batch_size=3)
+    write_run(tmp_path, "c", 2, 0.01, "mxfp8")
+    write_run(tmp_path, "d", 1, 0.01, "mxfp4", steps=60)
+    rows = load_rows([tmp_path])
+    lines = {line.label: line for line in summarize(rows, rows[0])}
+    assert lines["b"].notes == ["differs from the base in train.global_batch_size: None and 3"]
+    assert lines["c"].notes == ["no run of the base has seed 2"]
+    assert lines["c"].verdict == "no common end"
+    assert lines["d"].unfinished == (1,)
+    assert lines["d"].gaps["own"] is None, "its last gap is not that of the end"
+    write_run(tmp_path / "again", "a", 1, 0.0, "bf16")
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        load_rows([tmp_path, tmp_path / "again"])
+    with pytest.raises(ConfigError, match=r"nowhere must be the folder of a run"):
+        load_rows([tmp_path / "nowhere"])
+
+
+def test_first_difference_and_divergence(tmp_path):
+    a = load_rows([write_run(tmp_path, "a", 1, 0.0, "bf16")])[0].runs[1]
+    same = load_rows([write_run(tmp_path, "b", 1, 0.0, "nvfp4")])[0].runs[1]
+    assert first_difference(same, a) is None
+    assert diverged_at(same, a) is None
+    losses = [(step, 9.0 if 50 <= step < 60 else loss) for step, loss in a.losses]
+    spike = type(a)(**{**vars(a), "losses": losses})
+    assert first_difference(spike, a) == 50
+    assert diverged_at(spike, a) is None, "it healed"
+    losses = [(step, math.nan if step >= 71 else loss) for step, loss in a.losses]
+    assert diverged_at(type(a)(**{**vars(a), "losses": losses}), a) == 71
+
+
+def test_references_come_back_and_judge(rows, tmp_path):
+    base, v1, far = (base_row(rows, name) for name in ("bf16", "v1", "far"))
+    path = write_reference(v1, base, "toy/v1", 5.25, tmp_path)
+    [reference] = read_references(tmp_path)
+    assert json.loads(path.read_text())["runs"][1]["gaps"][-1][:2] == [120_000, 1.1]
+    assert reference == Reference(
+        name="toy/v1",
+        precision={"recipe": "nvfp4"},
+        tokens_per_parameter=5.25,
+        source="NVIDIA H200, commit abc123",
+        gaps={"own": [1.0, 1.1, 0.9], "bf16": reference.gaps["bf16"]},
+    )
+    [own, bf16] = judge(v1, base, 5.0, [reference])
+    assert "+1.00 % +- 0.35 for 3 seeds: as expected" in own
+    assert "bf16 forward" in bf16
+    larger = Reference(**{**vars(reference), "precision": {"recipe": "mxfp4"}})
+    assert "larger" in judge(far, base, 5.0, [larger])[0]
+    assert judge(far, base, 5.0, [reference]) == [
+        'far: no reference has its precision {"recipe": "mxfp4"}'
+    ]
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"bad\.json must be"):
+        read_references(tmp_path)
+
+
+def test_the_published_grid_ships():
+    found = {ref.name: ref for ref in read_references(REFERENCE)}
+    assert found["published-30m/nvfp4"].precision == {"recipe": "nvfp4"}
+    assert found["published-100m/nvfp4_v2_4over6"].gaps["own"][0] > 1.0
+
+
+def test_pictures(rows, tmp_path):
+    base = base_row(rows, "bf16")
+    write_png(rows, base, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    lines = summarize(rows, base)
+    write_html(rows, base, lines, ["<said>"], tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    assert "&lt;said&gt;" in page
+    assert page.count("<svg") == 3, "both forwards and the training loss"
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_command_line(folder, tmp_path, capsys):
+    out = ["--output", str(tmp_path)]
+    assert main([str(folder), "--base", "bf16", "--ratio-to", "v1", *out]) == 0
+    said = capsys.readouterr().out
+    assert "v1" in said
+    assert (tmp_path / "compare.html").exists()
+    assert main([str(folder), "--json", *out]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {line["row"] for line in data["lines"]} == set(GAPS)
+    assert main([str(folder), "--base", "x", *out]) == 2
+    assert "error: --base" in capsys.readouterr().err
