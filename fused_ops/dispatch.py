@@ -8,12 +8,35 @@ falls back, since a benchmark or a test would then measure something else.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
+from torch.compiler import is_dynamo_compiling
 
 from fused_ops.errors import ConfigError
 
 Choice = str | Sequence[str] | None
 """None: all in order of registration. A name: that one or an error. Names: first of these."""
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# As torch.compiler.disable, which would load torch._dynamo (seconds) here and not at a first call.
+outside_graph = torch._disable_dynamo(_call)
+"""outside_graph(function, ...) is function(...); torch.compile breaks its graph and traces none."""
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ConfigError(problem)
+
+
+def refuse(problem: str) -> NoReturn:
+    """Raises ConfigError; from a graph too, where torch.compile cannot trace such a raise."""
+    if is_dynamo_compiling():
+        outside_graph(_refuse, problem)
+    raise ConfigError(problem)
 
 
 class UnsupportedError(ConfigError):
@@ -83,5 +106,10 @@ class Op:
         raise UnsupportedError(reasons)
 
     def __call__(self, *args: Any, implementation: Choice = None, **kwargs: Any) -> Any:
-        """Choose and run."""
+        """Choose and run; under torch.compile between graphs, whatever is chosen."""
+        if is_dynamo_compiling():
+            return outside_graph(self._run, args, implementation, kwargs)
+        return self.choose(implementation, *args, **kwargs).run(*args, **kwargs)
+
+    def _run(self, args: Any, implementation: Choice, kwargs: Any) -> Any:
         return self.choose(implementation, *args, **kwargs).run(*args, **kwargs)

@@ -2,7 +2,8 @@
 """The linear layer of a stack of experts: one weight and one amax an expert, ragged tokens.
 
 Each expert is its own matrix for the quantizer: blocks, Hadamard groups and padding end with its
-tokens, so padding never enters an amax. Dither is keyed with the expert's number.
+tokens, so padding never enters an amax. Dither is keyed with the expert's number. On a GPU all
+experts are taken together where they can be (`fused_ops.grouped_cuda`); here they go one by one.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops import grouped_cuda
+from fused_ops.dispatch import outside_graph
 from fused_ops.formats import QuantizedTensor
 from fused_ops.linear import (
     check_shapes,
@@ -56,6 +60,8 @@ def grouped_linear(
     Raises:
         ValueError: shapes, dtypes or counts that do not fit.
     """
+    if is_dynamo_compiling():
+        return outside_graph(grouped_linear, x, weight, tokens_per_expert, call=call)
     counts = [int(n) for n in tokens_per_expert]
     if weight.dim() != 3 or x.dim() != 2:
         raise ValueError(
@@ -68,7 +74,10 @@ def grouped_linear(
             f"tokens_per_expert must be {len(weight)} counts that sum to at most {len(x)} rows, "
             f"got {counts}; count the rows that were dispatched to this rank"
         )
-    return _GroupedLinear.apply(x, without_gradient(weight), counts, call)
+    weight = without_gradient(weight)
+    if grouped_cuda.reason(x, weight, call) is None:
+        return grouped_cuda.GroupedLinearTogether.apply(x, weight, counts, call)
+    return _GroupedLinear.apply(x, weight, counts, call)
 
 
 def _experts(call: LinearCall, count: int) -> list[LinearCall]:

@@ -7,7 +7,7 @@
 
 X and dY are quantized twice, along their two axes, from the high-precision tensor and never from
 codes. What is saved for backward is X as the operand of wgrad: codes, not BF16. Nothing waits for
-the device unless `check_finite` asks for it.
+the device unless `check_finite` asks for it. torch.compile leaves the function out of its graphs.
 
 Where ranks hold parts of the tokens of X or dY, these are gathered first; or each quantizes its own
 part as a piece of the whole (`Part`), and the codes are gathered. The values are the same.
@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops.dispatch import outside_graph
 from fused_ops.formats import QuantizedTensor
 from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Part, Runs
 from fused_ops.operands import (
@@ -55,6 +57,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, call: Linea
         ValueError: shapes or dtypes that do not fit.
         FloatingPointError: Inf or NaN in an operand that is quantized, if `call.check_finite`.
     """
+    if is_dynamo_compiling():
+        # Keys change every step and codes are kept in Python: constants of a graph would be stale.
+        return outside_graph(linear, x, weight, bias, call=call)
     check_shapes(x, weight, bias, call)
     return _Linear.apply(x, without_gradient(weight), bias, call)
 

@@ -324,7 +324,7 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     return weight if name == "fprop.w" else weight.t()
 
 
-def _variant(call: LinearCall, name: str) -> tuple[Any, ...]:
+def variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     """What codes depend on besides the weight; those of dgrad may be made from the forward's."""
     found: list[Any] = []
     for each in dict.fromkeys((name, "fprop.w")):
@@ -340,7 +340,27 @@ def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> Q
     def build() -> QuantizedTensor:
         return _build(call, name, weight.detach(), expert)
 
-    return kept.get((name, expert), weight, call.weights_epoch, _variant(call, name), build)
+    return kept.get((name, expert), weight, call.weights_epoch, variant(call, name), build)
+
+
+def give_weight_codes(
+    call: LinearCall, weight: Tensor, codes: QuantizedTensor, expert: int = 0
+) -> None:
+    """Multiply with these codes of the weight as "fprop.w", and never build others of it.
+
+    Raises:
+        ValueError: codes of another shape, or in another format than the call's recipe says.
+    """
+    spec = call.spec("fprop.w")
+    if tuple(codes.shape) != tuple(weight.shape) or codes.spec != spec:
+        raise ValueError(
+            f"{call.name or 'a linear layer'}: codes must be {tuple(weight.shape)} in "
+            f"{spec.label!r}, got {tuple(codes.shape)} in {codes.spec.label!r}; give the layer the "
+            "recipe that they were made with"
+        )
+    assert call.weight_codes is not None, "codes are kept by the layer"
+    kind = variant(call, "fprop.w")
+    call.weight_codes.give(("fprop.w", expert), weight, call.weights_epoch, kind, codes)
 
 
 def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:

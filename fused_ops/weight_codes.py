@@ -27,6 +27,7 @@ class _Entry:
     # A live weak reference keeps the storage's address from being used again.
     storage: StorageWeakRef
     codes: "QuantizedTensor"
+    given: bool = False
 
 
 def _identity(
@@ -67,17 +68,47 @@ class WeightCodes:
         Args:
             variant: whatever else the codes depend on: spec, signs, dither.
             build: makes them.
+
+        Raises:
+            RuntimeError: the codes were given (`give`), and the weight or its precision is another
+                one now: codes made of it would not be those that were given.
         """
         identity, storage = _identity(weight, weights_epoch, variant)
         entry = self._entries.get(name)
         if entry is None or entry.identity != identity:
+            if entry is not None and entry.given:
+                raise RuntimeError(
+                    f"the codes {name} were handed over, and their weight or its precision has "
+                    "changed since; take them over again, or call release() first"
+                )
             entry = _Entry(identity, storage, build())
             self._entries[name] = entry
         return entry.codes
 
+    def give(
+        self,
+        name: Hashable,
+        weight: Tensor,
+        weights_epoch: int,
+        variant: tuple[Hashable, ...],
+        codes: "QuantizedTensor",
+    ) -> None:
+        """Keeps codes that someone else made of the weight; `drop` leaves them."""
+        identity, storage = _identity(weight, weights_epoch, variant)
+        self._entries[name] = _Entry(identity, storage, codes, given=True)
+
+    @property
+    def has_given(self) -> bool:
+        """Whether codes are kept that someone else made."""
+        return any(entry.given for entry in self._entries.values())
+
     def drop(self) -> None:
-        """Forgets everything: for loads, casts, moves and manual changes of the weight."""
-        self._entries.clear()
+        """Forgets what was built here: for loads, casts, moves and changes of the weight."""
+        self._entries = {name: entry for name, entry in self._entries.items() if entry.given}
+
+    def release(self) -> None:
+        """Forgets everything, codes that were given too."""
+        self._entries = {}
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe import experts, moe_layer
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops.dispatch import outside_graph
 from fused_ops.grouped_linear import grouped_linear
 from models.comm import TensorParallelComm, token_count
 from models.dispatch import PackedDispatcher
@@ -86,6 +88,8 @@ class GroupedLinear(GemmModule, torch.nn.Module):
         self, x: Tensor, tokens_per_expert: list[int]
     ) -> tuple[Tensor, list[Tensor] | None]:
         """x [tokens, in] sorted by expert -> [tokens, out], and biases that were not added."""
+        if is_dynamo_compiling():
+            return outside_graph(self.forward, x, tokens_per_expert)
         comm = TensorParallelComm(
             kind="column" if self.column else "row",
             recipe=self.recipe,

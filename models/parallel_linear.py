@@ -4,6 +4,7 @@
 Weights, initialization and sharded state dicts are megatron-core's. Only the GEMMs and what goes
 around them are ours: `_forward_impl` is the one method that both classes call for them. A layer
 receives its recipe (`models.precision` sets it); without one it computes in its own dtype.
+torch.compile leaves the GEMMs and what says how they compute out of its graphs.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fused_ops.dispatch import outside_graph
 from fused_ops.keys import StreamKey, stable_id
 from fused_ops.linear import Comm, LinearCall, Observer, linear
 from fused_ops.quantize import DelayedScaling
@@ -127,6 +130,10 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
         sequence_parallel: bool = False,
         **unused: Any,
     ) -> Tensor:
+        if is_dynamo_compiling():
+            return outside_graph(
+                self._forward_impl, input, weight, bias, allreduce_dgrad, sequence_parallel
+            )
         other = self.other_backend(weight)
         if other is not None:
             return other(
@@ -166,6 +173,8 @@ class OutputLayer(layers.ColumnParallelLinear):
         return module
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_dynamo_compiling():
+            return outside_graph(self._forward_impl, input, weight, *args, **kwargs)
         if input.is_cuda:
             if self.adds_to_main_grad(weight):
                 return self._into_main_grad(input, weight, *args, **kwargs)
@@ -232,6 +241,8 @@ class RowParallelLinear(GemmModule, layers.RowParallelLinear):
         scatter_tokens: bool = False,
         **unused: Any,
     ) -> Tensor:
+        if is_dynamo_compiling():
+            return outside_graph(self._forward_impl, input, weight, bias, scatter_tokens)
         other = self.other_backend(weight)
         if other is not None:
             return other(input, bias, self.recipe)
@@ -272,6 +283,8 @@ class DuplicatedLinear(GemmModule, torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., in] -> [..., out]; the second value is megatron-core's bias."""
+        if is_dynamo_compiling():
+            return outside_graph(self.forward, x)
         other = self.other_backend(self.weight)
         if other is not None:
             return other(x, None, self.recipe), None

@@ -78,9 +78,9 @@ class PrecisionPlan:
         self._stages = [self._phases[PRETRAINING].recipes]
         problems += schedule_problems(config.schedule)
         self._add_stages(len(layers), problems)
-        used = {recipe for r in self._phases.values() for recipe in r.recipes.values()}
-        used |= {recipe for stage in self._stages for recipe in stage.values()}
-        problems += backend_problems(config, used, [module.name for module in self.modules])
+        stages = [*(r.recipes for r in self._phases.values()), *self._stages]
+        used = {recipe for stage in stages for recipe in stage.values()}
+        problems += backend_problems(config, stages, self.modules)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         problems += reference_problems(config, used, device)
         if problems:
@@ -191,9 +191,10 @@ class PrecisionPlan:
         delayed.end_step(self._bound, groups)
 
     @contextlib.contextmanager
-    def without_quantization(self) -> Iterator[None]:
-        """Inside, every GEMM keeps the dtype of its tensors; what the plan says comes back."""
-        self._hand_out(dict.fromkeys(self.recipes(), RECIPES["bf16"]))
+    def instead(self, recipes: Mapping[str, GemmRecipe]) -> Iterator[None]:
+        """Inside, linear layers have these recipes, and those not named keep the dtype of their
+        tensors; at the end what the plan says comes back."""
+        self._hand_out({**dict.fromkeys(self.recipes(), RECIPES["bf16"]), **recipes})
         try:
             yield
         finally:

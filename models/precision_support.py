@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the precision section may ask for in this version and on this machine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from fused_ops.quantize.api import QUANTIZE
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul.api import SCALED_MATMUL, scaled_matmul
 from models import te_linear
+from models.gemms import GemmShape
 from models.precision_config import GEMMS, PrecisionConfig
 
 # Implementations that define or model the arithmetic, and are not meant for speed.
@@ -18,12 +19,14 @@ REFERENCES = ("reference", "blackwell_model")
 
 
 def backend_problems(
-    config: PrecisionConfig, recipes: Iterable[GemmRecipe], modules: Iterable[str]
+    config: PrecisionConfig,
+    stages: Sequence[Mapping[str, GemmRecipe]],
+    shapes: Sequence[GemmShape],
 ) -> list[str]:
     """What the back end has no way to compute, whatever the machine."""
     if config.backend == "fused_ops":
         return []
-    found = te_linear.recipe_problems(recipes, modules)
+    found = te_linear.recipe_problems(stages, shapes)
     if config.communicate != "bf16":
         found.append(
             f"precision.communicate={config.communicate} moves this project's codes, which "

@@ -10,7 +10,7 @@ not hold it.
 """
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +39,30 @@ _AVAILABLE = {
 }
 
 
-def recipe_problems(recipes: Iterable[GemmRecipe], modules: Iterable[str]) -> list[str]:
-    """What of a plan Transformer Engine has no way to compute, on any machine."""
-    unknown = sorted({recipe.name for recipe in recipes} - RECIPES.keys())
+def recipe_problems(stages: Sequence[Mapping[str, GemmRecipe]], shapes: Sequence[Any]) -> list[str]:
+    """What of a plan Transformer Engine has no way to compute, on any machine.
+
+    Args:
+        stages: the recipe of every linear layer, in every phase and stage of the plan.
+        shapes: of these layers, a `models.gemms.GemmShape` each.
+    """
+    used = {(name, recipe.name) for stage in stages for name, recipe in stage.items()}
+    unknown = sorted({recipe for _, recipe in used} - RECIPES.keys())
     found = [
         f"precision.backend transformer_engine computes {', '.join(RECIPES)}; the plan has "
         f"{name!r}; use fused_ops for it, or another recipe"
         for name in unknown
     ]
-    experts = [name for name in modules if ".experts." in name]
+    quantized = {name for name, recipe in used if RECIPES.get(recipe) is not None}
+    ragged = [s for s in shapes if s.name in quantized and (s.k % 16 or s.n % 16)]
+    if ragged:
+        first = ragged[0]
+        found.append(
+            "precision.backend transformer_engine quantizes layers whose features are multiples of "
+            f"16; {first.name} has {first.k} to {first.n} ({len(ragged)} such layers); give them "
+            "bf16 by a rule, or use fused_ops"
+        )
+    experts = [shape.name for shape in shapes if ".experts." in shape.name]
     if experts:
         found.append(
             "precision.backend transformer_engine has no experts here; the model has "

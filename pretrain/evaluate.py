@@ -48,7 +48,7 @@ def evaluate_sets(
         if not engine.plan.is_quantized:
             found[f"val_loss_bf16{suffix}"] = found[f"val_loss{suffix}"]
             continue
-        with engine.plan.without_quantization():
+        with engine.plan.instead({}):
             found[f"val_loss_bf16{suffix}"] = evaluate(engine, batches())
     return found
 

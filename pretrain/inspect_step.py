@@ -122,7 +122,7 @@ def inspect_step(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Inspect
     with _untouched(engine), gathered_parameters(engine), generators_untouched():
         for name, module in _modules(engine):
             module.observer = _Watch(name, seen, engine.world.rank)
-        step = partial(_observed_forward_step, rows)
+        step = partial(forward_step_by_sample, rows)
         run_schedule(engine, micro_batches, forward_only=False, forward=step)
     own = next((index for index, one in enumerate(seen) if one.nonfinite), None)
     if own is None:
@@ -182,10 +182,10 @@ def _order(finding: Finding) -> tuple[int, int]:
     return (0, layer) if forward else (1, -layer)
 
 
-def _observed_forward_step(
+def forward_step_by_sample(
     rows: list[tuple[int, float, float]], state: Any, batches: Iterator[dict[str, Any]], model: Any
 ) -> tuple[Tensor, Any]:
-    """`forward_step` that also notes the loss of every sample: (id, sum, counted tokens)."""
+    """`forward_step` that also notes each sample's loss: (id, sum, counted tokens). Waits."""
     batch = next(batches)
     losses, _ = forward_step(state, iter([batch]), model)
 

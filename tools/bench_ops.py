@@ -5,18 +5,24 @@
     python -m tools.bench_ops --op glue [--rows 8192]
     python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope|embedding
     python -m tools.bench_ops --op attention
+    python -m tools.bench_ops --op grouped [--rows 8192] [--tiles]
 
 glue is all of the last two lines.
 
 Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
 once, outputs written once), and that over the bandwidth of a device copy in the same run.
 Products: TFLOP/s, and over torch's own BF16 product in the same run. Attention: TFLOP/s of what
-the causal rule leaves, of every way that takes the call.
+the causal rule leaves, of every way that takes the call. grouped: products of 64 experts, six a
+token, over a loop of torch's products in the same run, with `--tiles` of every tile that may be
+tried; and whole linear layers of experts, with the host's time.
 """
 
 import argparse
+import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,16 +30,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_ops import grouped_cuda
 from fused_ops.activation import squared_relu, swiglu
 from fused_ops.attention import DocumentBounds, Visible, attention
 from fused_ops.cross_entropy import cross_entropy
 from fused_ops.embedding import embedding
 from fused_ops.formats import OperandSpec
+from fused_ops.grouped_linear import grouped_linear
+from fused_ops.groups import Groups, groups_of
+from fused_ops.linear import LinearCall
 from fused_ops.quantize import operand_amax, quantize, triton_backend
+from fused_ops.recipe import RECIPES
 from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
 from fused_ops.rope import split_rope
-from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.scaled_matmul import grouped, scaled_matmul
 from fused_ops.testing import assert_bitwise_equal, assert_close
+from fused_ops.weight_codes import WeightCodes
 
 KEY = (0x12345678, 0x9ABCDEF0)
 CHECK = (256, 512)
@@ -307,15 +319,158 @@ def bench_attention(rows: int) -> None:
             )
 
 
+EXPERTS, TOP_K = 64, 6
+EXPERT_SHAPES = ((3072, 4096), (4096, 1536))
+"""[out, in] of the two projections of experts of 1536 with SwiGLU, hidden 4096."""
+
+
+def expert_tiles(kind: str, cores: str) -> list[grouped.Tile]:
+    """Launch configurations of a grouped product, the one in use first."""
+    k = 128 if cores == "fp8" else 64
+    sides = [(128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3), (128, 128, 8, 3)]
+    sides += [(128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 3), (64, 128, 4, 4)]
+    tiles = [
+        grouped.Tile(m, n, k, warps, stages, described)
+        for m, n, warps, stages in sides
+        for described in (True, False)
+    ]
+    used = grouped.TILES[kind, cores]
+    return [used, *(tile for tile in tiles if tile != used)]
+
+
+def expert_product(
+    gemm: str, cores: str, groups: Groups, out: int, inner: int
+) -> Callable[..., Tensor]:
+    """One of the three products of all experts, as they lie in training; takes an implementation
+    and its options."""
+    device, dtype = torch.device("cuda"), torch.float8_e4m3fn if cores == "fp8" else torch.bfloat16
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    scale = torch.ones(len(groups), device=device)
+    alpha = grouped.Alpha(scale, scale, 1.0) if cores == "fp8" else None
+    if gemm != "wgrad":
+        n, k = (out, inner) if gemm == "fprop" else (inner, out)
+        a, b = random(groups.rows, k), random(len(groups), n, k)
+        if gemm == "dgrad" and cores == "bf16":
+            b = b.transpose(1, 2).contiguous().transpose(1, 2)
+        return partial(
+            grouped.rows_matmul, a, b, groups, rows=groups.rows, dtype=torch.bfloat16, alpha=alpha
+        )
+    grad, padded = torch.zeros(len(groups), out, inner, device=device), cores == "fp8"
+    if padded:
+        a, b = random(out, 16 * groups.blocks), random(inner, 16 * groups.blocks)
+    else:
+        a, b = random(groups.rows, out).t(), random(groups.rows, inner).t()
+    return partial(
+        grouped.inner_matmul, a, b, groups, out=grad, padded=padded, accumulate=True, alpha=alpha
+    )
+
+
+def bench_grouped(rows: int, all_tiles: bool) -> None:
+    """Products and layers of experts, tokens spread over them at random."""
+    chosen = torch.randint(0, EXPERTS, (TOP_K * rows,))
+    counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
+    groups = groups_of(counts, torch.device("cuda"))
+    for out, inner in EXPERT_SHAPES:
+        flops = 2 * groups.rows * out * inner
+        x, w = (torch.randn(n, inner, device="cuda").bfloat16() for n in (groups.rows, out))
+        base = median_us(lambda: [part @ w.t() for part in x.split(counts)])  # noqa: B023
+        print(
+            f"\n{EXPERTS} experts, {groups.rows} rows, {out} x {inner}: "
+            f"loop of torch.matmul {flops / base / 1e6:.0f} TFLOP/s"
+        )
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            for cores in ("bf16", "fp8"):
+                product = expert_product(gemm, cores, groups, out, inner)
+                kind = "inner" if gemm == "wgrad" else "rows"
+                names: list[tuple[str, dict]] = [("triton", {"tile": t}) for t in expert_tiles(
+                    kind, cores
+                )[: None if all_tiles else 2]]  # fmt: skip
+                if kind == "rows" and cores == "bf16":
+                    names.insert(0, ("torch", {}))
+                for name, options in names:
+                    report_product(f"{gemm} {cores}", product, name, options, flops, base)
+        bench_expert_layers(counts, out, inner)
+
+
+def report_product(
+    what: str, product: Callable[..., Tensor], name: str, options: dict, flops: int, base: float
+) -> None:
+    """One line: checked against the reference, then timed."""
+    tile = options.get("tile")
+    how = name if tile is None else (
+        f"{tile.m}x{tile.n}x{tile.k} {tile.warps} warps {tile.stages} stages "
+        f"{'descriptors' if tile.described else 'pointers'}"
+    )  # fmt: skip
+    sums = product.keywords.get("out")  # type: ignore[attr-defined]
+    results: list[Tensor] = []
+    try:
+        for choice in ({"implementation": name} | options, {"implementation": "reference"}):
+            if sums is not None:
+                sums.zero_()
+            results.append(product(**choice).clone())
+        assert_close(results[0], results[1], "bf16_output", what)
+        spent = median_us(partial(product, implementation=name, **options))
+    except Exception as error:  # a tile may not fit the device
+        print(f"{what + ', ' + how:60} {type(error).__name__}: {str(error)[:80]}")
+        return
+    print(
+        f"{what + ', ' + how:60} {spent:8.1f} us {flops / spent / 1e6:6.0f} TFLOP/s "
+        f"{base / spent:6.3f} x the loop",
+        flush=True,
+    )
+
+
+def bench_expert_layers(counts: list[int], out: int, inner: int) -> None:
+    """Forward and backward of a linear layer of experts, its weights quantized within."""
+    rows = sum(counts)
+    weight = torch.nn.Parameter(torch.randn(EXPERTS, out, inner, device="cuda").bfloat16())
+    weight.main_grad = torch.zeros(weight.shape, device="cuda")  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    x = torch.randn(rows, inner, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(rows, out, device="cuda").bfloat16()
+    for label in ("bf16", "nvfp4", "nvfp4_fast", "nvfp4_fast:fp8", "nvfp4_pow2", "fp8_tensorwise"):
+        name, _, decode = label.partition(":")
+        recipe = replace(RECIPES[name], decode=decode or "exact")
+        times = []
+        for together in (True, False):
+            grouped_cuda.ENABLED = together
+            host, device = [], []
+            for _ in range(6):
+                call = LinearCall(recipe=recipe, main_grad=True, weight_codes=WeightCodes())
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                start.record()
+                grouped_linear(x, weight, counts, call=call).backward(dy)
+                end.record()
+                host.append(1e3 * (time.perf_counter() - begun))
+                end.synchronize()
+                device.append(start.elapsed_time(end))
+            times.append((statistics.median(device), statistics.median(host)))
+        grouped_cuda.ENABLED = True
+        print(
+            f"{'layer, ' + label:60} {times[0][0]:8.2f} ms (host {times[0][1]:6.2f}); "
+            f"one by one {times[1][0]:8.2f} ms",
+            flush=True,
+        )
+
+
 GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
 AROUND = (*GLUE, "embedding", "attention")
+CHOICES = ("quantize", "matmul", "grouped", "glue", *AROUND)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--op", choices=("quantize", "matmul", "glue", *AROUND), required=True)
+    parser.add_argument(
+        "--op", choices=("quantize", "matmul", "grouped", "glue", *AROUND), required=True
+    )
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
+    parser.add_argument("--tiles", action="store_true", help="try every tile of grouped products")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
@@ -328,7 +483,9 @@ def main(arguments: list[str] | None = None) -> int:
             bench_embedding(options.rows)
         elif op == "attention":
             bench_attention(options.rows)
-    if options.op in (*AROUND, "glue"):
+    if options.op == "grouped":
+        bench_grouped(options.rows, options.tiles)
+    if options.op in (*AROUND, "glue", "grouped"):
         return 0
     for cols in options.cols:
         if options.op == "quantize":

@@ -9,7 +9,8 @@ A recipe may name how Hopper decodes it, after a colon. Times are medians of for
 one micro-batch of 8192 tokens, the quantization of the weights included; `--step` adds the whole
 optimizer step. The baseline is megatron-core with Transformer Engine, built in this process; all
 ratios are to its BF16. `--graph` measures every one of them as a CUDA graph too. `--profile` prints
-the time of each kernel.
+the time of each kernel. Under torchrun each process has one GPU, in the layout that `--set
+parallel.KEY=VALUE` gives; tokens/s are those of all, TFLOP/s of each.
 """
 
 import argparse
@@ -65,16 +66,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def bench(options: argparse.Namespace) -> None:
     """Everything that was asked for, one after the other."""
-    from models.config import ParallelConfig
     from models.flops import flops_per_token, peak_tflops
     from models.precision import model_shape
     from pretrain.initialize import initialize, shut_down
 
-    world = initialize(ParallelConfig())
+    parallel = run_config(options.model, "bf16", options.overrides).parallel
+    world = initialize(parallel)
+    torch.manual_seed(0)  # the same tokens on all ranks of a model
+    replicas = world.data_parallel_size
     device = torch.cuda.get_device_name()
     shape = model_shape(run_config(options.model, "bf16", []).model)
-    flops = sum(flops_per_token(shape).values()) * LENGTH
-    print(f"{device}, torch {torch.__version__}; {options.model}: {flops / 1e12:.1f} TFLOP")
+    whole = sum(flops_per_token(shape).values()) * LENGTH
+    flops = whole * replicas / world.size
+    if world.is_main:
+        print(
+            f"{world.size} x {device}, torch {torch.__version__}; {options.model}: "
+            f"{whole / 1e12:.1f} TFLOP a micro-batch"
+        )
     base: float | None = None
     peak = peak_tflops(device)
 
@@ -82,21 +90,23 @@ def bench(options: argparse.Namespace) -> None:
         rate = flops / milliseconds / 1e9
         mfu = f"{rate / peak:6.1%}" if peak else "   n/a"
         ratio = f"{base / milliseconds:6.3f}" if base else "   n/a"
+        if not world.is_main:
+            return
         print(
             f"{name:28} {milliseconds:7.1f} ms (host {host:6.1f}) "
-            f"{LENGTH / milliseconds:6.1f} k tok/s "
+            f"{LENGTH * replicas / milliseconds:6.1f} k tok/s "
             f"{rate:6.0f} TFLOP/s  MFU {mfu}  {memory:6.1f} GiB  {ratio} x baseline bf16",
             flush=True,
         )
 
     for kind in options.baseline:
-        run = baseline(options.model, kind)
+        run = baseline(options.model, kind, parallel)
         measured = measure(run, options.iterations)
         base = measured[0] if kind == "bf16" else base
         report(f"megatron-core + TE, {kind}", *measured)
         if options.graph:
             report(f"megatron-core + TE, {kind}, graph", *measure(graphed(run), options.iterations))
-        if options.profile and kind == "bf16":
+        if options.profile and kind == "bf16" and world.size == 1:
             profile(run)
         del run
         release()
@@ -109,7 +119,7 @@ def bench(options: argparse.Namespace) -> None:
             report(f"{name}, graph", *measure(graph, options.iterations))
         if options.step:
             report(f"{name}, optimizer step", *measure(step, options.iterations))
-        if options.profile:
+        if options.profile and world.size == 1:
             profile(run)
         del run, step, graph
         release()
@@ -193,7 +203,7 @@ def graphed(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def baseline(model: str, kind: str) -> Callable[[], None]:
+def baseline(model: str, kind: str, parallel: Any) -> Callable[[], None]:
     """A micro-batch of megatron-core's model with Transformer Engine's layers."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -201,10 +211,17 @@ def baseline(model: str, kind: str) -> Callable[[], None]:
     from megatron.core.transformer import TransformerConfig
 
     pattern, changes = MODELS[model]
+    layout = {
+        name: getattr(parallel, name)
+        for name in (
+            "tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
+            "sequence_parallel",
+        )
+    }  # fmt: skip
     fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if kind == "fp8" else {}
     moe = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
     config = TransformerConfig(
-        **SHAPE, **changes, **fp8, **(moe if "E" in pattern else {}),
+        **SHAPE, **changes, **fp8, **layout, **(moe if "E" in pattern else {}),
         num_layers=len(pattern), normalization="RMSNorm", add_bias_linear=False,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,

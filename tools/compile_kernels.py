@@ -36,7 +36,7 @@ _TYPES = {
 _ALIGNED = (
     "cols", "blocks", "stride", "words", "row_stride", "col_stride", "features", "size", "width",
     "span", "mixed_s", "mixed_b", "query_s", "query_b", "query_h", "key_s", "key_b", "key_h",
-    "value_s", "value_b", "value_h",
+    "value_s", "value_b", "value_h", "n", "k", "m", "stride_a", "stride_b", "expert_b",
 )  # fmt: skip
 
 
@@ -51,11 +51,12 @@ class Variant:
     types: dict[str, str] = field(default_factory=dict)
     targets: tuple[str, ...] = TARGETS
     op: str = "quantize"
+    stages: int = 3
 
 
 def variants() -> list[Variant]:
     """What is launched in training, with the tiles in use."""
-    return quantizer_variants() + _glue_variants()
+    return quantizer_variants() + grouped_variants() + _glue_variants()
 
 
 def _glue_variants() -> list[Variant]:
@@ -264,6 +265,103 @@ def _pairs() -> list[Variant]:
     return found
 
 
+_GROUP_TYPES = {"place_ptr": "*i32", "tile_ptr": "*i32", "rotated_ptr": "*i32"}
+
+
+def grouped_variants() -> list[Variant]:
+    """What runs once for all experts: quantizers, and products by descriptors and by pointers."""
+    from dataclasses import replace
+
+    from fused_ops.scaled_matmul.grouped import SMALL_TILE, TILES
+
+    found = _grouped_quantizers()
+    for (kind, cores), tile in TILES.items():
+        for chosen in (tile, replace(tile, described=False), SMALL_TILE):
+            found += _grouped_products(kind, cores, chosen)
+    return found
+
+
+def _grouped_products(kind: str, cores: str, tile: Any) -> list[Variant]:
+    values = "*fp8e4nv" if cores == "fp8" else "*bf16"
+    types = _GROUP_TYPES | {"a_ptr": values, "b_ptr": values, "out_ptr": "*bf16"}
+    types |= {"a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
+    split = min(128, tile.k) if cores == "fp8" else 0
+    base = {
+        "SCALED": True, "FACTOR": 1e-7, "SPLIT": split, "DESCRIBED": tile.described,
+        "M": tile.m, "N": tile.n, "K": tile.k,
+    }  # fmt: skip
+    how = f"{cores} {tile.m}x{tile.n}x{tile.k} {'descriptors' if tile.described else 'pointers'}"
+    axes = (True,) if cores == "fp8" else (True, False)
+    if kind == "rows":
+        cases = [
+            ("grouped_rows", {"B_BY_K": by_k, "EVEN_K": even, "LEVEL": 4}, types)
+            for by_k in axes
+            for even in ((True,) if tile.described else (True, False))
+        ]
+    else:
+        cases = [
+            (
+                "grouped_inner", {"BY_K": by_k, "ACCUMULATE": accumulate},
+                types | {"out_ptr": "*fp32" if accumulate else "*bf16"},
+            )
+            for by_k in axes
+            for accumulate in (True, False)
+        ]  # fmt: skip
+    return [
+        Variant(
+            kernel, how + "".join(f" {n}" for n, value in changes.items() if value is True),
+            base | changes, tile.warps, kinds, op="scaled_matmul", stages=tile.stages,
+        )
+        for kernel, changes, kinds in cases
+    ]  # fmt: skip
+
+
+def _grouped_quantizers() -> list[Variant]:
+    from fused_ops.quantize.triton_grouped import CAST_COLUMNS
+    from fused_ops.quantize.triton_launch import COLUMN_TILE, PAIR_TILE
+
+    words = {"WORDS": COLUMN_TILE["words"]}
+    turned = {"ROTATED": True, "FLAG": True}
+    found = [Variant("grouped_amax", "both", words | turned, COLUMN_TILE["warps"], _GROUP_TYPES)]
+    pointers = _GROUP_TYPES | {
+        f"{side}_{name}_ptr": kind
+        for side in "rc"
+        for name, kind in (
+            ("amax", "*fp32"), ("key", "*i32"), ("codes", "*i64"), ("scales", "*u8"),
+            ("used", "*fp32"), ("count", "*i32"),
+        )
+    }  # fmt: skip
+    for pair in _pairs():
+        if pair.kernel != "quantize_pair" or pair.constants["KEY_ON_DEVICE"]:
+            continue
+        unknown = ("BLOCKS", "KEY_ON_DEVICE")
+        constants = {k: v for k, v in pair.constants.items() if k not in unknown}
+        constants |= {"ROW": True, "COLUMN": True, "TILE": False}
+        found.append(Variant("grouped_quantize", pair.label, constants, pair.warps, pointers))
+    tile = found[1].constants | {
+        "TILE": True, "R_FORM": 0, "C_HADAMARD": False,
+    }  # fmt: skip
+    found.append(Variant("grouped_quantize", "nvfp4 w", tile, PAIR_TILE["warps"], pointers))
+    requantized = {
+        "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
+        "FORM": 0, "SHIFT": 0,
+    }  # fmt: skip
+    types = _GROUP_TYPES | {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
+    found.append(
+        Variant("grouped_requantize", "nvfp4_fast w", requantized | words, COLUMN_TILE["warps"],
+                types)
+    )  # fmt: skip
+    cast = {
+        "E5M2": False, "LARGEST": 448.0, "POW2": False, "ROW": True, "COLUMN": True,
+        "COLS": CAST_COLUMNS,
+    }  # fmt: skip
+    types = _GROUP_TYPES | {
+        "x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "scale_ptr": "*fp32",
+    }  # fmt: skip
+    found.append(Variant("grouped_cast_fp8", "both", cast, 8, types))
+    return found
+
+
 def find_kernel(variant: Variant) -> Any:
     """The kernel in its op's files of kernels.
 
@@ -301,7 +399,11 @@ def compile_variant(variant: Variant, target: str) -> str:
             attrs=attributes,
         ),
         target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-        options={"num_warps": variant.warps, "enable_fp_fusion": False},
+        options={
+            "num_warps": variant.warps,
+            "num_stages": variant.stages,
+            "enable_fp_fusion": False,
+        },
     )
     core = TENSOR_CORE.search(compiled.asm["ptx"])
     return (
@@ -344,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
                 line = compile_variant(variant, options.target)
             except Exception as error:
                 failed, line = 1, f"FAILED: {type(error).__name__}: {str(error)[:300]}"
-        print(f"{variant.kernel:22} {variant.label:28} {line}", flush=True)
+        print(f"{variant.kernel:22} {variant.label:32} {line}", flush=True)
     return failed
 
 

@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from fused_ops.dispatch import Choice, Implementation, Op, always
-from fused_ops.errors import ConfigError
+from fused_ops.dispatch import Choice, Implementation, Op, always, refuse
 from fused_ops.formats import DECODED_FORMS, DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import cuda_backend, reference, triton_amax, triton_backend, triton_fp8
+from fused_ops.quantize import (
+    cuda_backend,
+    custom,
+    reference,
+    triton_amax,
+    triton_backend,
+    triton_fp8,
+)
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.philox import Key
 
@@ -68,12 +75,21 @@ def operand_amax(
     """
     _check(x, spec)
     if group_offsets is None:
-        return AMAX(x, spec, columns=columns, signs=signs)
+        return _amax(x, spec, columns, signs)
     if spec.row_scaled:
-        raise ConfigError("row_scaled operands have an amax a row already: omit group_offsets")
+        refuse("row_scaled operands have an amax a row already: omit group_offsets")
     ends = group_offsets.tolist()
     groups = [x[first:last] for first, last in itertools.pairwise(ends)]
-    return torch.stack([AMAX(group, spec, columns=columns, signs=signs) for group in groups])
+    return torch.stack([_amax(group, spec, columns, signs) for group in groups])
+
+
+def _amax(
+    x: Tensor, spec: OperandSpec, columns: bool = False, signs: Tensor | None = None
+) -> Tensor:
+    if is_dynamo_compiling():
+        return custom.operand_amax(x, spec, columns, signs)
+    found: Tensor = AMAX(x, spec, columns=columns, signs=signs)
+    return found
 
 
 def quantize(
@@ -105,8 +121,10 @@ def quantize(
     Raises:
         ConfigError (a ValueError): wrong shape or dtype, missing key or amax, no implementation.
     """
-    arguments = {"columns": columns, "signs": signs, "key": key, "origin": origin}
+    arguments: dict[str, Any] = {"columns": columns, "signs": signs, "key": key, "origin": origin}
     amax = _checked_amax(x, spec, columns, amax, key)
+    if is_dynamo_compiling():
+        return custom.quantize(x, spec, amax=amax, implementation=implementation, **arguments)
     return QUANTIZE(x, spec, amax=amax, implementation=implementation, **arguments)
 
 
@@ -118,12 +136,16 @@ def quantize_decoded(
     For an NVFP4 operand that is multiplied and not kept. Arguments and errors are quantize's.
     """
     if form not in DECODED_FORMS or spec.format != "nvfp4":
-        raise ConfigError(
+        refuse(
             f"decoded forms are {', '.join(DECODED_FORMS)} of nvfp4; got {form!r} for "
             f"{spec.label!r}: use quantize()"
         )
     amax, columns = arguments.pop("amax", None), arguments.get("columns", False)
     amax = _checked_amax(x, spec, columns, amax, arguments.get("key"))
+    if is_dynamo_compiling():
+        return custom.quantize(
+            x, spec, amax=amax, form=form, implementation=implementation, **arguments
+        )
     return QUANTIZE(x, spec, amax=amax, form=form, implementation=implementation, **arguments)
 
 
@@ -133,13 +155,11 @@ def _checked_amax(
     """The amax as implementations take it, once what is given has been found to fit."""
     _check(x, spec)
     if spec.is_high_precision:
-        raise ConfigError(
-            f"format {spec.format} is not quantized: use x.to() instead of quantize()"
-        )
+        refuse(f"format {spec.format} is not quantized: use x.to() instead of quantize()")
     if spec.is_random and key is None:
-        raise ConfigError(f"rounding {spec.rounding} needs random numbers: pass key=(k0, k1)")
+        refuse(f"rounding {spec.rounding} needs random numbers: pass key=(k0, k1)")
     if spec.format == "fp8_delayed" and amax is None:
-        raise ConfigError("fp8_delayed scales by earlier steps: pass amax=DelayedScaling(...).amax")
+        refuse("fp8_delayed scales by earlier steps: pass amax=DelayedScaling(...).amax")
     if amax is None:
         return None
     rows = x.shape[1] if columns else x.shape[0]
@@ -163,6 +183,10 @@ def quantize_pair(
         arguments: signs, of the column operand's rotation; keys and forms, of both operands;
             origin, global (row, column) of x[0, 0], multiples of 16.
     """
+    if is_dynamo_compiling():
+        return custom.quantize_pair(
+            x, row, column, amaxes=amaxes, implementation=implementation, **arguments
+        )
     return PAIR(x, row, column, amaxes=amaxes, implementation=implementation, **arguments)
 
 
@@ -175,9 +199,9 @@ def pair_reason(x: Tensor, row: OperandSpec, column: OperandSpec) -> str | None:
 
 def plain_amax(x: Tensor, flag: Tensor | None = None) -> Tensor:
     """fp32 amax of a matrix as it is; flag (bool scalar), if given, is raised by Inf and NaN."""
-    if triton_amax.amax_supports(x, PLAIN) is None:
+    if not is_dynamo_compiling() and triton_amax.amax_supports(x, PLAIN) is None:
         return triton_amax.matrix_amax(x, flag)
-    amax: Tensor = AMAX(x, PLAIN)
+    amax = _amax(x, PLAIN)
     if flag is not None:
         flag.logical_or_(~torch.isfinite(amax))
     return amax
@@ -190,9 +214,9 @@ def amax_pair(
     if not column.takes_own_amax:
         plain = plain_amax(x, flag)
         return plain, amax_from_plain(column, plain)
-    if triton_amax.amax_supports(x, column) is None:
+    if not is_dynamo_compiling() and triton_amax.amax_supports(x, column) is None:
         return triton_amax.amax_pair(x, column, signs, flag)
-    return plain_amax(x, flag), AMAX(x, column, columns=True, signs=signs)
+    return plain_amax(x, flag), _amax(x, column, True, signs)
 
 
 def requantize_columns(
@@ -210,6 +234,10 @@ def requantize_columns(
         amax: fp32 scalar, of the decoded values.
         form: as in `quantize`.
     """
+    if is_dynamo_compiling():
+        return custom.requantize_columns(
+            source, spec, amax, form=form, implementation=implementation
+        )
     return REQUANTIZE(source, spec, amax, form=form, implementation=implementation)
 
 
@@ -230,7 +258,7 @@ def quantize_stale(
         The result, and whether it was redone. Reads a device flag: one synchronization.
     """
     if not spec.is_pow2:
-        raise ConfigError(
+        refuse(
             f"only nvfp4 with pow2 scales can use a stale amax; got {spec.label!r}: use quantize()"
         )
     first = quantize(x, spec, amax=amax * 2.0**margin, **options)  # type: ignore[arg-type]
@@ -242,12 +270,12 @@ def quantize_stale(
 
 def nonfinite_flag(x: Tensor) -> Tensor:
     """True (bool scalar on x's device, no synchronization) if x has an Inf or NaN."""
-    return ~torch.isfinite(AMAX(x, PLAIN))
+    return ~torch.isfinite(_amax(x, PLAIN))
 
 
 def _check(x: Tensor, spec: OperandSpec) -> None:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(
+        refuse(
             f"{spec.format} operands are matrices of fp32, bf16 or fp16; got shape "
             f"{tuple(x.shape)}, {x.dtype}: reshape to [rows, cols] and convert"
         )

@@ -432,6 +432,38 @@ def _write_column(
     return tl.where(first, outside, 0)
 
 
+@triton.jit
+def _requantize(
+    q_ptr, q_scales_ptr, q_amax, amax, codes_ptr, scales_ptr, block, word, rows, words, blocks,
+    POW2: tl.constexpr, CHOICE: tl.constexpr, NUMERATOR: tl.constexpr, Q_NUMERATOR: tl.constexpr,
+    Q_TILE: tl.constexpr, FORM: tl.constexpr, SHIFT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """See requantize_columns; of the words [1, W] of blocks of rows [B, 1]."""
+    inside = (block < blocks) & (word < words)
+    packed = _load_column_words(q_ptr, block, word, inside, rows, words, EVEN)
+    first = block.to(tl.int64) * 16
+    unit = tl.div_rn(q_amax, Q_NUMERATOR)
+    scales = ()
+    for i in tl.static_range(0, 16):
+        mask = inside if EVEN else inside & (first + i < rows)
+        row = block.to(tl.int64) if Q_TILE else first + i
+        byte = tl.load(q_scales_ptr + row * (words // 2) + word // 2, mask=mask, other=0)
+        scales = scales + (e4m3_value(byte),)
+    total = inside.to(tl.int32) * 0
+    for nibble in range(0, 8):
+        v = ()
+        for i in tl.static_range(0, 16):
+            code = packed[i] >> (4 * nibble)
+            bits = ((code & 7) << 22) | ((code & 8) << 28)
+            v = v + (((float_of(bits) * (2.0**126)) * scales[i]) * unit,)
+        byte, factor, outside = _scale(v, block_bits(v), amax, POW2, CHOICE, NUMERATOR)
+        total += _write_column(
+            v, byte, factor, outside, 0, 0, word * 8 + nibble, block, 0, 0, blocks, inside,
+            codes_ptr, scales_ptr, False, False, FORM, SHIFT,
+        )  # fmt: skip
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def requantize_columns(
     q_ptr, q_scales_ptr, q_amax_ptr, amax_ptr, codes_ptr, scales_ptr, used_ptr, count_ptr,
@@ -447,29 +479,12 @@ def requantize_columns(
     """
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
-    inside = (block < blocks) & (word < words)
-    packed = _load_column_words(q_ptr, block, word, inside, rows, words, EVEN)
-    first = block.to(tl.int64) * 16
-    unit = tl.div_rn(tl.load(q_amax_ptr), Q_NUMERATOR)
-    scales = ()
-    for i in tl.static_range(0, 16):
-        mask = inside if EVEN else inside & (first + i < rows)
-        row = block.to(tl.int64) if Q_TILE else first + i
-        byte = tl.load(q_scales_ptr + row * (words // 2) + word // 2, mask=mask, other=0)
-        scales = scales + (e4m3_value(byte),)
     amax = tl.load(amax_ptr)
-    total = tl.zeros([BLOCKS, WORDS], tl.int32)
-    for nibble in range(0, 8):
-        v = ()
-        for i in tl.static_range(0, 16):
-            code = packed[i] >> (4 * nibble)
-            bits = ((code & 7) << 22) | ((code & 8) << 28)
-            v = v + (((float_of(bits) * (2.0**126)) * scales[i]) * unit,)
-        byte, factor, outside = _scale(v, block_bits(v), amax, POW2, CHOICE, NUMERATOR)
-        total += _write_column(
-            v, byte, factor, outside, 0, 0, word * 8 + nibble, block, 0, 0, blocks, inside,
-            codes_ptr, scales_ptr, False, False, FORM, SHIFT,
-        )  # fmt: skip
+    total = _requantize(
+        q_ptr, q_scales_ptr, tl.load(q_amax_ptr), amax, codes_ptr, scales_ptr, block, word,
+        rows, words, blocks,
+        POW2, CHOICE, NUMERATOR, Q_NUMERATOR, Q_TILE, FORM, SHIFT, EVEN,
+    )  # fmt: skip
     _finish(amax, total, used_ptr, count_ptr, POW2)
 
 

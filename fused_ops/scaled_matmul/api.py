@@ -3,9 +3,10 @@
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import Choice, Implementation, Op, always
-from fused_ops.scaled_matmul import hopper, reference
+from fused_ops.scaled_matmul import custom, hopper, reference
 from fused_ops.scaled_matmul.reference import Operand
 
 SCALED_MATMUL = Op("scaled_matmul")
@@ -64,7 +65,8 @@ def scaled_matmul(
             a, b, out_dtype=out_dtype, accumulate=accumulate, bias=bias, decode=decode,
             row_block=row_block,
         )  # fmt: skip
-    return SCALED_MATMUL(
+    call = custom.scaled_matmul if is_dynamo_compiling() else SCALED_MATMUL
+    return call(
         a,
         b,
         out_dtype=out_dtype,

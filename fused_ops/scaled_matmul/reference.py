@@ -37,10 +37,7 @@ def scaled_matmul(
     """See `fused_ops.scaled_matmul.api.scaled_matmul`; sums in fp32 in the matmul's own order."""
     if row_block is None and isinstance(a, Tensor) and isinstance(b, Tensor):
         return _plain(a, b, out_dtype, accumulate, bias)
-    if row_block is None:
-        total = values(a, decode) @ values(b, decode).t()
-    else:
-        total = product_in_blocks(values(a, decode), values(b, decode), row_block)
+    total = _product(values(a, decode), values(b, decode), row_block)
     return _epilogue(total, a, b, out_dtype, accumulate, bias)
 
 
@@ -56,12 +53,14 @@ def _plain(
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
-def product_in_blocks(a: Tensor, b: Tensor, rows: int) -> Tensor:
-    """a . b^T in GEMMs of `rows` rows each, the last filled up with zeros.
+def _product(a: Tensor, b: Tensor, rows: int | None) -> Tensor:
+    """a . b^T, in one GEMM or in GEMMs of `rows` rows each, the last filled up with zeros.
 
     The order of a library's sums depends on a GEMM's shape. With one shape for all, a row of the
     result depends on its own row of a and on b, and not on how many rows there are.
     """
+    if rows is None:
+        return a @ b.t()
     blocks = []
     for block in a.split(rows):
         missing = rows - block.shape[0]

@@ -22,36 +22,50 @@ def calibration_tokens(checkpoint: OpenCheckpoint, given: Path | None, count: in
 
     `given`: a folder of token shards; None takes the run's `data.valid`. ConfigError without any.
     """
-    data = checkpoint.config.data
-    valid = str(given) if given is not None else data.valid
+    valid = str(given) if given is not None else checkpoint.config.data.valid
     if valid is None:
         raise ConfigError(
             "scales of activations come from validation batches, and this checkpoint's run names "
             "none (data.valid); give a folder of token shards with --calibrate"
         )
     length = min(checkpoint.section.seq_length, count)
+    size = max(1, count // length), length
+    return validation_windows(valid, size, checkpoint.vocab_size, "--calibrate")
+
+
+def validation_windows(valid: Any, size: tuple[int, int], vocab_size: int, option: str) -> Tensor:
+    """int64 [at most size[0], size[1]]: windows of validation data, from its start.
+
+    Args:
+        valid: as `data.valid` in a run file.
+        size: windows, and tokens of each.
+        vocab_size: of the model: ids from there on are an error.
+        option: how the user names another folder.
+
+    Raises:
+        ConfigError: no such data, too little of it, or of another tokenizer.
+    """
+    count, length = size
     try:
         sets = open_validation(DataConfig(train="-", valid=valid), length, None)
     except (ConfigError, DataError, OSError) as error:
-        raise ConfigError(
-            f"validation data cannot be read: {error}; give --calibrate DIR"
-        ) from None
+        raise ConfigError(f"validation data cannot be read: {error}; give {option} DIR") from None
     windows: list[Tensor] = []
     for opened in sets.values():
-        for number in range(min(len(opened), max(1, count // length))):
+        for number in range(min(len(opened), count)):
             tokens = torch.from_numpy(opened.window(number).astype("int64"))[:length]
             if len(tokens) == length:
                 windows.append(tokens)
     if not windows:
         raise ConfigError(
-            f"validation data must hold at least {length} tokens for calibration; give a larger "
-            "folder with --calibrate"
+            f"validation data must hold at least {length} tokens; give a larger folder with "
+            f"{option} DIR"
         )
-    found = torch.stack(windows[: max(1, count // length)])
-    if int(found.max()) >= checkpoint.vocab_size:
+    found = torch.stack(windows[:count])
+    if int(found.max()) >= vocab_size:
         raise ConfigError(
-            f"validation data has token {int(found.max())}, the vocabulary {checkpoint.vocab_size}"
-            " entries: it is of another tokenizer"
+            f"validation data has token {int(found.max())}, the vocabulary {vocab_size} entries: "
+            "it is of another tokenizer"
         )
     return found
 

@@ -113,7 +113,7 @@ def open_checkpoint(
     if weights == "ema":
         reader = reader.averaged()
     vocab_size = vocab_size or config.model.vocab_size or state["extra"].get("vocab_size")
-    vocab_size = vocab_size or _vocabulary_of_data(config)
+    vocab_size = vocab_size or vocabulary_of_data(config)
     padded = padded_vocab_size(config.model, vocab_size)
     embedding = "embedding.word_embeddings.weight"
     if embedding in reader and reader.shape(embedding)[0] != padded:
@@ -124,7 +124,8 @@ def open_checkpoint(
     return OpenCheckpoint(found.path, state, config, vocab_size, reader)
 
 
-def _vocabulary_of_data(config: PretrainConfig) -> int:
+def vocabulary_of_data(config: PretrainConfig, remedy: str = "give --vocab-size") -> int:
+    """Entries of the vocabulary of a run's training data. ConfigError if it is not there."""
     train = config.data.train
     folder = train if isinstance(train, str) else train[0].path
     try:
@@ -132,7 +133,7 @@ def _vocabulary_of_data(config: PretrainConfig) -> int:
     except ConfigError:
         raise ConfigError(
             "the vocabulary's size is needed to cut padding off; model.vocab_size is not set and "
-            f"{folder} is not there to ask; give --vocab-size"
+            f"{folder} is not there to ask; {remedy}"
         ) from None
 
 

@@ -22,7 +22,7 @@ from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.state import load_sharded
 from pretrain.config import PretrainConfig, make_config
 from pretrain.config_file import apply_overrides, parse_overrides
-from pretrain.conversion.opened import CARRIED
+from pretrain.conversion.opened import CARRIED, vocabulary_of_data
 from pretrain.data.tokenizer import TOKENIZER_NAME, TextEncoder, load_encoder
 from pretrain.initialize import initialize
 
@@ -145,12 +145,8 @@ class OpenedModel:
         """Entries without padding: ids from there on are never chosen."""
         size = self.config.model.vocab_size or extra.get("vocab_size")
         if self._tokenizer is None:
-            if size is None:
-                raise ConfigError(
-                    "the vocabulary's size is needed; this checkpoint's model.vocab_size is not "
-                    "set and no tokenizer was found: name one with --tokenizer FILE"
-                )
-            return int(size)
+            remedy = "put model.vocab_size=N behind CKPT_DIR"
+            return int(size or vocabulary_of_data(self.config, remedy))
         entries = self._tokenizer.encoder.vocab_size
         if size is not None and entries > size:
             raise ConfigError(

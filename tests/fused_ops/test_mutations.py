@@ -152,11 +152,22 @@ MUTATIONS = [
     ),
     Mutation(
         "alpha_folded_into_the_operands", "scaled_matmul/reference.py",
-        "    total = values(a, decode) @ values(b, decode).t()\n"
+        "    total = _product(values(a, decode), values(b, decode), row_block)\n"
         "    return _epilogue(total, a, b, out_dtype, accumulate, bias)\n",
         "    a, b = (o if isinstance(o, Tensor) else o.dequantize() for o in (a, b))\n"
         "    return _epilogue(a.float() @ b.float().t(), a, b, out_dtype, accumulate, bias)\n",
         ("test_scaled_matmul.py::test_blackwell_model_and_plain_sums_where_they_differ",),
+    ),
+    Mutation(
+        "blocks_of_rows_are_not_filled_up", "scaled_matmul/reference.py",
+        "[block, block.new_zeros(missing, block.shape[1])]", "[block]",
+        ("test_scaled_matmul.py::test_blocks_of_rows_give_each_row_the_same_bits",),
+    ),
+    Mutation(
+        "a_piece_forgets_the_state_before_it", "mamba2_scan/reference.py",
+        "torch.zeros_like(left[:, 0]) if start is None else start, []",
+        "torch.zeros_like(left[:, 0]), []",
+        ("test_mamba2_scan.py::test_pieces_of_a_sequence_equal_the_whole",),
     ),
     Mutation(
         "group_sums_added_to_nearest", "scaled_matmul/reference.py",

@@ -71,20 +71,19 @@ def _standin(monkeypatch, seen):
 
 def test_each_layer_computes_with_its_own_weight_and_scaling(folder, monkeypatch):
     """Losses and gradients of plain products, and for each call the scaling that the plan gives."""
-    ours, _ = _losses(folder)
+    ours, _ = _losses(folder, pattern="*-")
     seen = []
     _standin(monkeypatch, seen)
     precision = {
         "backend": "transformer_engine", "recipe": "fp8_tensorwise",
         "rules": [{"layers": "last 1", "recipe": "bf16"}],
     }  # fmt: skip
-    theirs, engine = _losses(folder, precision=precision)
+    theirs, engine = _losses(folder, pattern="*-", precision=precision)
     for a, b in zip(ours, theirs):
         assert a == pytest.approx(b, rel=2e-6)
-    named = [name for _, name in seen[:6]]
-    # Mamba's two projections and attention's two in FP8, the MLP's two (the last layer) in BF16.
-    assert named == ["Float8CurrentScaling"] * 4 + ["NoneType"] * 2
-    assert [enabled for enabled, _ in seen[:6]] == [True] * 4 + [False] * 2
+    # Attention's two in FP8, those of the MLP (the last layer) in BF16.
+    assert [name for _, name in seen[:4]] == ["Float8CurrentScaling"] * 2 + ["NoneType"] * 2
+    assert [enabled for enabled, _ in seen[:4]] == [True, True, False, False]
     keys = engine.chunks[0].state_dict().keys()
     assert not [key for key in keys if "_other" in key]
 
@@ -106,6 +105,14 @@ def test_what_it_cannot_compute_is_refused(folder):
         assert any(text in problem for problem in caught.value.problems), text
 
 
+def test_features_that_its_kernels_do_not_take_are_refused(folder):
+    values = toy_config(
+        folder, "M-", precision={"backend": "transformer_engine", "recipe": "fp8_tensorwise"}
+    )
+    with pytest.raises(ConfigError, match=r"multiples of 16; layers.0.mixer.in_proj has 64 to 324"):
+        make_config(values)
+
+
 def test_the_package_must_be_there(folder, monkeypatch):
     monkeypatch.setattr(te_linear.importlib.util, "find_spec", lambda name: None)
     values = toy_config(folder, precision={"backend": "transformer_engine"})
@@ -118,10 +125,10 @@ def test_the_package_must_be_there(folder, monkeypatch):
 def test_both_back_ends_train_alike_on_a_gpu(folder, recipe):
     """Same weights, same data; BF16 sums in another order, FP8 operands alike."""
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-    train = {"dtype": "bf16"}
-    ours, _ = _losses(folder, train=train, precision={"recipe": recipe})
+    toy = {"pattern": "*-", "train": {"dtype": "bf16"}}
+    ours, _ = _losses(folder, **toy, precision={"recipe": recipe})
     chosen = {"recipe": recipe, "backend": "transformer_engine"}
-    theirs, _ = _losses(folder, train=train, precision=chosen)
+    theirs, _ = _losses(folder, **toy, precision=chosen)
     for (loss, norm), (other, other_norm) in zip(ours, theirs):
         assert other == pytest.approx(loss, rel=5e-3)
         assert other_norm == pytest.approx(norm, rel=5e-2)

@@ -33,3 +33,14 @@ def test_every_quantizer_is_compiled_in_both_directions():
     rows = {label for kernel, label in found if kernel == "quantize_rows"}
     assert rows == {label for kernel, label in found if kernel == "quantize_columns"}
     assert len(rows) >= 8
+
+
+def test_kernels_of_experts_are_listed():
+    """Both kinds of product on both kinds of cores, by descriptors and by pointers."""
+    labels = [v.label for v in compile_kernels.variants() if v.op == "scaled_matmul"]
+    for cores in ("bf16", "fp8"):
+        for how in ("descriptors", "pointers"):
+            assert sum(cores in label and how in label for label in labels) >= 3
+    kernels = {v.kernel for v in compile_kernels.variants()}
+    assert {"grouped_rows", "grouped_inner", "grouped_quantize", "grouped_requantize"} <= kernels
+    assert {"grouped_amax", "grouped_cast_fp8"} <= kernels

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's mismatch between a sampler and a trainer: what is compared, and what comes out."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from fused_ops.errors import ConfigError
+from fused_ops.recipe import RECIPES
+from models.plans import PLANS
+from models.precision import apply_precision
+from models.precision_config import PhasePlans, PrecisionConfig
+from models.precision_rules import PRETRAINING
+from pretrain.conversion.calibration import validation_windows
+from pretrain.generation.handoff import latest_version, publish_weights, receive_weights
+from pretrain.generation.mismatch import (
+    Invariance,
+    Mismatch,
+    batch_invariance,
+    compare,
+    sampled_tokens,
+    sampler_scores,
+    trainer_scores,
+)
+from pretrain.generation.opened import OpenedModel
+
+ROW_SCALED = "nvfp4_fwd_mxfp8_bwd"
+"""The named recipe whose forward is row-scaled NVFP4."""
+
+
+class Sides:
+    """One model that takes the sampler's precision and the trainer's in turn.
+
+    Args:
+        opened: the model.
+        sampler, trainer: names of a plan or a recipe; None takes the run's plan of that phase
+            (`precision.phases`), and where it names none the precision that the run has now.
+    """
+
+    def __init__(
+        self, opened: OpenedModel, sampler: str | None = None, trainer: str | None = None
+    ) -> None:
+        self.opened = opened
+        self._given = {"sampler": sampler, "trainer": trainer}
+        phases = opened.config.precision.phases
+        self._phase = {
+            "sampler": "sampler" if phases.sampler else PRETRAINING,
+            "trainer": "rl_trainer" if phases.rl_trainer else PRETRAINING,
+        }
+        known = {*PLANS, *RECIPES, *opened.config.precision.recipes}
+        problems = [
+            f"--{side} must be the name of a plan or a recipe: {', '.join(sorted(known))}; got "
+            f"{name!r}"
+            for side, name in self._given.items()
+            if name is not None and name not in known
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def describe(self, side: str) -> str:
+        """What a side computes in."""
+        phase = self._phase[side]
+        return self._given[side] or ("as trained" if phase == PRETRAINING else f"phase {phase}")
+
+    def take(self, side: str) -> None:
+        """Give every layer the precision of "sampler" or "trainer"."""
+        name = self._given[side]
+        if name is None:
+            self.opened.plan.set_phase(self._phase[side])
+        else:
+            self.take_named(name)
+
+    def take_named(self, name: str) -> None:
+        """Give every layer what a plan or a recipe says, without the run's own rules."""
+        precision = self.opened.config.precision
+        plan = name not in RECIPES and name not in precision.recipes
+        section: PrecisionConfig = replace(
+            precision,
+            plan=name if plan else None,
+            recipe=None if plan else name,
+            rules=(),
+            schedule=(),
+            phases=PhasePlans(),
+        )
+        apply_precision([self.opened.model], section, self.opened.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What to compare. ConfigError for numbers that do not go together."""
+
+    sampler: str | None = None
+    trainer: str | None = None
+    data: Path | None = None
+    """A folder of token shards; None for the run's `data.valid`."""
+    sequences: int = 8
+    length: int | None = None
+    """Tokens of a sequence; None for up to 256."""
+    prompt: int = 16
+    """Tokens that are not compared, and that the sampler takes at once."""
+    sample: bool = False
+    """On tokens that the sampler writes."""
+    seed: int = 0
+    handoff: Path | None = None
+    """A folder through which the sampler gets its weights."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.sequences < 1:
+            problems.append(f"--sequences must be at least 1; got {self.sequences}")
+        if self.prompt < 1:
+            problems.append(f"--prompt must be at least 1; got {self.prompt}")
+        if self.length is not None and self.length <= self.prompt:
+            problems.append(
+                f"--length must be above --prompt {self.prompt}, for the rest is compared; got "
+                f"{self.length}"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found."""
+
+    sampler: str
+    trainer: str
+    mismatch: Mismatch
+    baseline: Mismatch
+    """BF16 (the model's own type) on both sides: what caches alone do."""
+    invariance: list[Invariance]
+    handoff: Path | None
+    version: int | None
+
+
+INVARIANCE_SIZE = (4, 8)
+"""Sequences, and tokens of each behind its prompt, that batch invariance is tried on."""
+
+
+def measure(opened: OpenedModel, question: Question) -> Report:
+    """Everything that `tools.mismatch` prints. The model's weights may be other ones afterwards."""
+    sides = Sides(opened, question.sampler, question.trainer)
+    tokens = _tokens(opened, question)
+    prompt = question.prompt
+    sides.take_named("bf16")
+    baseline = compare(
+        sampler_scores(opened, tokens, prompt), trainer_scores(opened, tokens, prompt)
+    )
+    few = tokens[: INVARIANCE_SIZE[0], : prompt + INVARIANCE_SIZE[1]]
+    invariance = []
+    for name, recipe in (("row-scaled NVFP4", ROW_SCALED), ("pow2 NVFP4", "nvfp4_pow2")):
+        sides.take_named(recipe)
+        invariance.append(batch_invariance(opened, name, few, prompt))
+    sides.take("sampler")
+    name = f"sampler {sides.describe('sampler')}"
+    invariance.insert(0, batch_invariance(opened, name, few, prompt))
+    if question.sample:
+        tokens = sampled_tokens(opened, tokens, prompt, question.seed)
+    sides.take("trainer")
+    trainer = trainer_scores(opened, tokens, prompt)
+    sides.take("sampler")
+    version = _hand_over(opened, question.handoff)
+    mismatch = compare(sampler_scores(opened, tokens, prompt), trainer)
+    return Report(
+        sampler=sides.describe("sampler"),
+        trainer=sides.describe("trainer"),
+        mismatch=mismatch,
+        baseline=baseline,
+        invariance=invariance,
+        handoff=question.handoff,
+        version=version,
+    )
+
+
+def _tokens(opened: OpenedModel, question: Question) -> Tensor:
+    """int64 [sequences, length] of validation data."""
+    valid = opened.config.data.valid if question.data is None else str(question.data)
+    if valid is None:
+        raise ConfigError(
+            "the comparison needs tokens, and this checkpoint's run names no data.valid; give a "
+            "folder of token shards with --data DIR"
+        )
+    longest = opened.config.model.seq_length
+    length = question.length or min(256, longest)
+    if length <= question.prompt:
+        raise ConfigError(
+            f"--prompt must be below the length of a sequence, {length}; got {question.prompt}"
+        )
+    if length > longest:
+        raise ConfigError(f"--length must be at most model.seq_length {longest}; got {length}")
+    return validation_windows(valid, (question.sequences, length), opened.vocab_size, "--data")
+
+
+def _hand_over(opened: OpenedModel, folder: Path | None) -> int | None:
+    """The weights through a folder and back; the version that they had there."""
+    if folder is None:
+        return None
+    version = (latest_version(folder) or 0) + 1
+    publish_weights(folder, opened.model, version)
+    return receive_weights(folder, opened.model)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a study: each model's rows beside its base row."""
+
+from pathlib import Path
+
+from fused_ops.errors import ConfigError
+from pretrain.comparison.compare import load_rows
+from pretrain.comparison.picture import write_html, write_png
+from pretrain.comparison.summary import between_rows, summarize, table
+from pretrain.history import METRICS_FILE
+from pretrain.study.plan import Study, is_finished, steps_done
+
+
+def collect(study: Study, folder: Path) -> dict[str, str]:
+    """{model: its table as text}; also written to `folder`/tables as text, PNG and HTML.
+
+    Models whose base row has no run yet are left out.
+    """
+    found = {}
+    for model in study.models:
+        runs = [run for run in study.runs if run.model == model]
+        folders = [run.folder for run in runs if (run.folder / METRICS_FILE).exists()]
+        if not folders:
+            continue
+        try:
+            rows = load_rows(folders)
+        except ConfigError:  # a run that has not taken its first step
+            rows = load_rows([run.folder for run in runs if steps_done(run)])
+        for row in rows:
+            row.label = row.label.removeprefix(f"{model}-")
+        base = next((row for row in rows if row.label == study.base_row), None)
+        if base is None:
+            continue
+        lines, said = summarize(rows, base), between_rows(rows, base)
+        text = "\n".join([f"{model}", "", table(lines), "", *said])
+        place = folder / "tables"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{model}.txt").write_text(text + "\n")
+        write_png(rows, base, place / f"{model}.png")
+        write_html(rows, base, lines, said, place / f"{model}.html")
+        found[model] = text
+    return found
+
+
+def state_of(study: Study) -> str:
+    """One line a run: finished, how far, or not begun."""
+    lines = []
+    for run in study.runs:
+        done = steps_done(run)
+        word = "finished" if is_finished(run) else f"step {done} of {run.steps}" if done else "-"
+        lines.append(f"{run.name:40} {word}")
+    return "\n".join([*lines, *study.notes])

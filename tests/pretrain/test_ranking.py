@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranking layers: what is measured, what is chosen, and a plan that a run takes."""
+
+import pytest
+import torch
+import yaml
+
+from fused_ops.errors import ConfigError
+from models.gemms import GemmShape
+from pretrain.config import load_config, make_config, precision_plan
+from pretrain.ranking.choose import flops_of, last_layers, scores, verify, within_gap, within_share
+from pretrain.ranking.measure import Damage, damage, each_alone, measure, quantized_modules
+from pretrain.ranking.opened import open_engine, read_batches
+from pretrain.trainer import Trainer
+from tests.toy import make_toy, toy_config
+from tools.rank_layers import main
+
+PRECISION = {"recipe": "nvfp4", "rules": [{"layers": "3", "recipe": "mxfp8"}]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run file and its checkpoints: a toy after some steps."""
+    folder = make_toy(tmp_path_factory.mktemp("toy"))
+    data = toy_config(folder, "*-*-", train={"steps": 20}, precision=PRECISION)
+    Trainer(make_config(data)).run()
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path, folder / "runs" / "toy" / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def opened(trained):
+    config = load_config(trained[0])
+    engine, step = open_engine(config, trained[1])
+    assert step == 20
+    return engine, read_batches(config, 3)
+
+
+def test_damage_is_that_of_loss_and_gradient(opened):
+    """Against sums that are taken here; the plan's recipes come back, and nothing is learnt."""
+    engine, batches = opened
+    before = {n: p.detach().clone() for n, p in engine.chunks[0].named_parameters()}
+    exact = measure(engine, batches[0], {})
+    assert len(exact.losses) == 8
+    again = damage(measure(engine, batches[0], {}), exact)
+    assert again == Damage(0.0, 0.0, 0.0, 0.0)
+    found = measure(engine, batches[0], engine.plan.recipes())
+    whole = damage(found, exact)
+    own, other = (torch.cat([g.flatten() for g in m.gradients]).double() for m in (found, exact))
+    assert whole.gradient_error == pytest.approx(float((own - other).norm() / other.norm()))
+    assert 0.05 < whole.gradient_error < 0.6
+    assert whole.gradient_bias == pytest.approx(float((own - other) @ other / (other @ other)))
+    changes = torch.tensor([found.losses[s] - exact.losses[s] for s in exact.losses])
+    assert whole.loss_change == pytest.approx(float(changes.mean()), rel=1e-4)
+    assert whole.loss_error == pytest.approx(float(changes.std() / 8**0.5), rel=1e-4)
+    assert 0 < abs(whole.loss_change) < 0.2
+    assert {m.recipe.name for m in engine.chunks[0].modules() if hasattr(m, "recipe")} == {
+        *("nvfp4", "mxfp8")
+    }
+    assert all(torch.equal(p, before[n]) for n, p in engine.chunks[0].named_parameters())
+
+
+def test_one_gemm_alone_touches_what_it_should(opened):
+    """A forward product changes the loss; products of gradients do not."""
+    engine, batches = opened
+    exact = measure(engine, batches[0], {})
+    found = {(n, g): d for n, g, d in each_alone(engine, batches[0], exact, gemms=True)}
+    names = quantized_modules(engine)
+    assert len(names) == 8
+    assert len(found) == 32
+    for name in names:
+        assert found[name, "fprop"].loss_change == found[name, "all"].loss_change != 0.0
+        for gemm in ("dgrad", "wgrad"):
+            assert found[name, gemm].loss_change == 0.0
+            assert found[name, gemm].gradient_error > 0.0
+        parts = sum(found[name, gemm].gradient_error ** 2 for gemm in ("fprop", "dgrad", "wgrad"))
+        assert found[name, "all"].gradient_error ** 2 == pytest.approx(parts, rel=0.5)
+    fc1 = found["layers.1.mlp.linear_fc1", "all"].gradient_error
+    assert fc1 > 3 * found["layers.3.mlp.linear_fc1", "all"].gradient_error, "mxfp8 there"
+
+
+MODULES = [
+    GemmShape(name=f"layers.{i}.mlp.linear_fc1", position=i, symbol="-", k=16, n=16 * (i + 1))
+    for i in range(4)
+]
+NAMES = [module.name for module in MODULES]
+
+
+def _damages(losses, errors):
+    return {n: Damage(loss, 0.0, e, 0.0) for n, loss, e in zip(NAMES, losses, errors)}
+
+
+def test_layers_are_chosen_for_their_flops():
+    """FLOPs 1 2 3 4 of 10; loss shares .4 .5 .1 0, error shares 0 0 .5 .5."""
+    damages = _damages([4e-3, 5e-3, 1e-3, -1.0], [0.0, 0.0, 1.0, 1.0])
+    assert scores(damages, "loss")[NAMES[1]] == pytest.approx(0.5)
+    assert scores(damages, "gradient")[NAMES[3]] == pytest.approx(0.5)
+    assert scores(damages, "both")[NAMES[2]] == pytest.approx(0.3)
+    by_loss = scores(damages, "loss")
+    assert within_share(by_loss, MODULES, 0.3) == NAMES[:2]
+    assert within_share(by_loss, MODULES, 0.45) == [NAMES[0], NAMES[1]]
+    assert within_share(scores(damages, "both"), MODULES, 0.4) == [NAMES[0], NAMES[1]]
+    with pytest.raises(ConfigError, match=r"smallest has 0\.100"):
+        within_share(by_loss, MODULES, 0.05)
+    assert last_layers(NAMES, MODULES, 0.4) == [NAMES[3]]
+    assert last_layers(NAMES, MODULES, 0.6) == [NAMES[3], NAMES[1]]
+    assert flops_of(NAMES[:2], MODULES) == pytest.approx(0.3)
+    # All together lose twice what the layers lose alone: 20e-3.
+    assert within_gap(by_loss, damages, MODULES, 0.02, 0.021) == []
+    assert within_gap(by_loss, damages, MODULES, 0.02, 0.0121) == [NAMES[0]]
+    assert within_gap(by_loss, damages, MODULES, 0.02, 0.002) == NAMES[:2]
+    assert set(within_gap(by_loss, damages, MODULES, 0.02, 0.0)) >= set(NAMES[:3])
+
+
+def test_the_verdict_says_which_is_better(opened):
+    """Everything in BF16 beats nothing; the other way round it says that it does not."""
+    engine, batches = opened
+    names = quantized_modules(engine)
+    better = verify(engine, batches[1:], names, [])
+    assert better.plan.loss_change == 0.0
+    assert better.last == better.none
+    worse = verify(engine, batches[1:], [], names)
+    assert worse.difference == -better.difference
+    same = verify(engine, batches[1:], names[:1], names[:1])
+    assert same.difference == 0.0
+    assert "does not distinguishably beat" in same.text
+    if better.difference + better.half < 0:
+        assert "the plan beats" in better.text
+        assert "does NOT beat" in worse.text
+
+
+def test_command_line_writes_a_plan_that_a_run_takes(trained, tmp_path, capsys):
+    config, checkpoints = map(str, trained)
+    out = tmp_path / "plan.yaml"
+    words = [config, checkpoints, "--output", str(out)]
+    assert main([*words, "--bf16-share", "0.4", "--verify", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "the last layers" in said
+    assert "gradient error" in said
+    data = yaml.safe_load(out.read_text())
+    chosen = [rule["modules"] for rule in data["precision"]["rules"] if rule["recipe"] == "bf16"]
+    assert 1 <= len(chosen) < 8
+    run = yaml.safe_load(trained[0].read_text())
+    plan = precision_plan(make_config({**run, **data}))
+    assert {n for n, recipe in plan.recipes().items() if recipe.name == "bf16"} == set(chosen)
+    assert {recipe.name for recipe in plan.recipes().values()} == {"bf16", "nvfp4", "mxfp8"}
+    assert flops_of(chosen, plan.modules) <= 0.4
+    assert main([*words, "--bf16-share", "1.4"]) == 2
+    assert main([config, str(tmp_path), "--output", str(out)]) == 2
+    assert main([*words, "precision.recipe=bf16", "precision.rules=[]"]) == 2
+    errors = capsys.readouterr().err
+    assert "between 0 and 1" in errors
+    assert "none is whole there" in errors
+    assert "nothing is quantized" in errors

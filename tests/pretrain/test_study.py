@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A study: which runs it has, that it survives being cut, and what it says it costs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fused_ops.errors import ConfigError
+from pretrain.history import METRICS_FILE, read_metrics
+from pretrain.study.budget import costs, render
+from pretrain.study.place import Places, run_all
+from pretrain.study.plan import is_finished, load_study, steps_done
+from tests.toy import make_toy, toy_config
+from tools.study import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "examples" / "study"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+def write_study(folder, data, steps=3, **changes):
+    """Two rows, two seeds, of one toy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    base = toy_config(data, "*-", train={"steps": steps, "eval_also_bf16": True})
+    base["optimizer"] |= {"warmup_fraction": 0.1}
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    study = {
+        "base": "base.yaml",
+        "base_row": "bf16",
+        "models": {"toy": {}},
+        "rows": {
+            "bf16": {"precision": {"recipe": "bf16"}},
+            "v1": {"precision": {"recipe": "nvfp4"}},
+            "ranked": {"file": "ranked-{model}.yaml"},
+        },
+        "stages": [{"models": ["toy"], "rows": ["bf16", "v1", "ranked"], "seeds": [1, 2]}],
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump({**study, **changes}))
+    return folder
+
+
+def test_runs_come_in_order_with_seeds_last(data, tmp_path):
+    folder = write_study(tmp_path / "s", data)
+    study = load_study(folder, tmp_path / "runs", ["train.global_batch_size=4"])
+    assert [run.name for run in study.runs] == [
+        *("toy-bf16-s1", "toy-bf16-s2", "toy-v1-s1", "toy-v1-s2"),
+    ]
+    assert study.runs[3].data["precision"] == {"recipe": "nvfp4"}
+    assert study.runs[3].data["run"]["seed"] == 2
+    assert study.runs[3].data["train"]["global_batch_size"] == 4
+    assert "toy-ranked is left out" in study.notes[0]
+    (folder / "ranked-toy.yaml").write_text("precision: {recipe: mxfp8}\n")
+    study = load_study(folder, tmp_path / "runs")
+    assert study.runs[-1].data["precision"]["recipe"] == "mxfp8"
+    assert study.notes == []
+
+
+def test_every_problem_is_told_at_once(data, tmp_path):
+    stages = [{"models": ["toy", "toi"], "rows": ["v2"], "seeds": [1]}]
+    with pytest.raises(ConfigError) as error:
+        load_study(write_study(tmp_path / "a", data, stages=stages), tmp_path / "runs")
+    assert len(error.value.problems) == 2
+    rows = {"bf16": {"precision": {"recipe": "bf17"}}, "v1": {"train": {"steps": "x"}}}
+    stages = [{"models": ["toy"], "rows": ["bf16", "v1"], "seeds": [1]}]
+    with pytest.raises(ConfigError) as error:
+        load_study(write_study(tmp_path / "b", data, rows=rows, stages=stages), tmp_path / "runs")
+    assert {text.split(":")[0] for text in error.value.problems} == {"toy-bf16", "toy-v1"}
+    with pytest.raises(ConfigError, match="at most 4 times"):
+        load_study(write_study(tmp_path / "c", data, steps=20000), tmp_path / "runs")
+
+
+def test_the_shipped_study_is_sound(tmp_path):
+    """Every row of every model, the precision of each GEMM included."""
+    study = load_study(SHIPPED, tmp_path)
+    names = [run.name for run in study.runs]
+    assert names[:4] == [f"dense-30m-bf16-s{seed}" for seed in (1, 2, 3)] + ["dense-30m-nvfp4-s1"]
+    assert len(names) == len(set(names)) > 90
+    assert "dense-30m-nvfp4_ranked is left out" in study.notes[0]
+    run = next(run for run in study.runs if run.model == "dense-100m")
+    assert run.data["model"]["preset"] == "dense-100m"
+    assert run.data["model"]["vocab_size"] == 32768
+
+
+def _start_tool(folder, runs, *words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.study", str(folder), "--cpu", "--runs", str(runs), *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_study_is_cut_killed_and_ends_as_if_it_had_not_been(data, tmp_path, capsys):
+    """SIGTERM saves; SIGKILL of the study ends its runs too; each call goes on. Two at a time."""
+    steps = 60
+    folder, runs = write_study(tmp_path / "s", data, steps=steps), tmp_path / "runs"
+
+    def begun(least):
+        rows = [len(read_metrics(path)) for path in runs.glob(f"toy-*/{METRICS_FILE}")]
+        return sum(rows) >= least
+
+    for number, word in enumerate((signal.SIGTERM, signal.SIGKILL)):
+        tool = _start_tool(folder, runs, "--per-gpu", "2")
+        end = time.monotonic() + 600
+        while not begun(4 + 20 * number):
+            assert tool.poll() is None, tool.communicate()[0]
+            assert time.monotonic() < end, "no step"
+            time.sleep(0.05)
+        tool.send_signal(word)
+        said, _ = tool.communicate(timeout=400)
+        if word == signal.SIGTERM:
+            assert tool.returncode == 3, said
+            assert "0 of 4 runs finished" in said
+    assert main([str(folder), "--cpu", "--runs", str(runs), "--per-gpu", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 runs finished" in said
+    table = (runs / "tables" / "toy.txt").read_text()
+    assert "v1" in table
+    assert "+-" in table
+    assert (runs / "tables" / "toy.html").exists()
+    study = load_study(folder, runs)
+    assert all(is_finished(run) for run in study.runs)
+    for run in study.runs:
+        rows = [row for row in read_metrics(run.folder / METRICS_FILE) if "loss" in row]
+        assert [row["step"] for row in rows] == list(range(1, steps + 1)), run.name
+    whole = load_study(folder, tmp_path / "whole")
+    outcome = run_all(whole.runs[2:3], Places(), tmp_path / "whole", tell=lambda text: None)
+    assert outcome.finished == ["toy-v1-s1"]
+    losses = [
+        [row["loss"] for row in read_metrics(run.folder / METRICS_FILE) if "loss" in row]
+        for run in (study.runs[2], whole.runs[2])
+    ]
+    assert losses[0] == losses[1], "bitwise"
+
+
+@pytest.mark.slow
+def test_one_run_to_its_end_and_a_failed_one(data, tmp_path):
+    study = load_study(write_study(tmp_path / "s", data), tmp_path / "runs")
+    good, bad = study.runs[0], study.runs[2]
+    bad.data["data"] = {**bad.data["data"], "train": str(tmp_path / "nothing")}
+    said = []
+    outcome = run_all([bad, good], Places(per_device=2), tmp_path / "runs", tell=said.append)
+    assert outcome.finished == [good.name]
+    assert "nothing" in outcome.failed[bad.name]
+    assert is_finished(good)
+    assert steps_done(good) == 3
+    assert not is_finished(bad)
+    again = run_all([good], Places(), tmp_path / "runs", tell=said.append)
+    assert again.finished == []
+    assert (tmp_path / "runs" / "files" / f"{good.name}.yaml").exists()
+    late = run_all(study.runs[1:2], Places(), tmp_path / "runs", minutes=0.0, tell=said.append)
+    assert late.not_started == [study.runs[1].name]
+
+
+def test_the_cost_counts_what_is_left(data, tmp_path):
+    """3 steps of 8 sequences of 32: 768 tokens a run."""
+    study = load_study(write_study(tmp_path / "s", data), tmp_path / "runs")
+    found = costs(study, {"toy": {"bf16": 1.0, "v9": 0.5}})
+    assert [cost.tokens for cost in found] == [768] * 4
+    assert [cost.rate for cost in found] == [1.0, 1.0, 0.5, 0.5]
+    assert found[0].hours == 768 / 3600
+    text = render(found, Places((0, 1), 2), hours=0.15)
+    assert "4 runs, 4 at once: 0.32 hours of training" in text
+    assert "1 of 2 rows end within 0.15 hours" in text
+    assert "v1" in next(line for line in text.splitlines() if "too late" in line)
+
+
+@pytest.mark.slow
+def test_the_budget_is_measured(data, tmp_path, capsys):
+    folder, runs = write_study(tmp_path / "s", data), tmp_path / "runs"
+    words = [str(folder), "--cpu", "--runs", str(runs), "--per-gpu", "2", "--budget"]
+    assert main([*words, "--budget-steps", "4", "--budget-rows", "bf16,v1"]) == 0
+    assert "4 runs, 2 at once" in capsys.readouterr().out
+    rates = yaml.safe_load((runs / "budget.json").read_text())
+    assert all(10 < rates["toy"][row] < 1e6 for row in ("bf16", "v1"))
+    assert main([str(folder), "--cpu", "--runs", str(runs), "--list"]) == 0
+    assert "toy-v1-s2" in capsys.readouterr().out

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a study: many runs on the devices of one machine, resumed, and their table.
+
+    python -m tools.study examples/study --budget --gpus 1 --per-gpu 4    # what it costs, first
+    python -m tools.study examples/study --gpus 4                        # one run on each GPU
+    python -m tools.study examples/study --gpus 1 --per-gpu 4 --minutes 9
+
+DIR holds study.yaml (pretrain/study/plan.py says how it reads). Small models are bound by the
+host: --per-gpu lets several share a GPU. Interrupted or out of time, the runs save and stop; called
+again, the study goes on. The tables of finished runs are in RUNS/tables. `section.key=value` behind
+DIR changes all runs. Exit status: 0 when all is finished, 3 when something is left, 1 when a run
+failed.
+"""
+
+import argparse
+import fcntl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fused_ops.errors import ConfigError
+from pretrain import cpu_compat
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    cpu_compat.enable()
+    parser = argparse.ArgumentParser(prog="python -m tools.study", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("directory", metavar="DIR", type=Path, help="holds study.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all runs")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use (%(default)s)")
+    parser.add_argument("--per-gpu", type=int, default=1, help="runs on each at once (%(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="no GPU: --per-gpu runs on the CPU")
+    parser.add_argument("--runs", type=Path, help="where runs go (runs/ and the name of DIR)")
+    parser.add_argument("--minutes", type=float, help="save and stop after this time")
+    parser.add_argument("--grace", type=float, default=90.0, help="seconds to save (%(default)s)")
+    parser.add_argument("--budget", action="store_true", help="measure rates and print the cost")
+    parser.add_argument("--budget-rows", default="", help="rows to measure (the base row)")
+    parser.add_argument("--budget-steps", type=int, default=40, help="of a trial (%(default)s)")
+    parser.add_argument("--hours", type=float, help="with --budget: which rows end within")
+    parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name contains this")
+    parser.add_argument("--list", action="store_true", help="print the runs and how far they are")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        return _study(options)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+
+
+def _study(options: argparse.Namespace) -> int:
+    from pretrain.study.budget import costs, measure, read_rates, render
+    from pretrain.study.collect import collect, state_of
+    from pretrain.study.place import Places, run_all
+    from pretrain.study.plan import StudyRun, is_finished, load_study
+
+    folder = options.runs or Path("runs") / options.directory.resolve().name
+    study = load_study(options.directory, folder.resolve(), options.overrides)
+    study.runs = [run for run in study.runs if options.only in run.name]
+    if not study.runs:
+        raise ConfigError(f"--only must be part of a run's name; no run has {options.only!r}")
+    places = Places(() if options.cpu else tuple(range(options.gpus)), options.per_gpu)
+    if options.list:
+        print(state_of(study))
+        if rates := read_rates(folder):
+            print(f"\n{render(costs(study, rates), places, options.hours)}")
+        return 0
+    _check_places(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "study.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"one study at a time may work in {folder}; another one does; wait for it, or "
+                "name another --runs"
+            ) from None
+        if options.budget:
+            rows = [name for name in options.budget_rows.split(",") if name] or [study.base_row]
+            rates = measure(
+                study, rows, places, folder, steps=options.budget_steps, minutes=options.minutes
+            )
+            print(render(costs(study, rates), places, options.hours))
+            return 0
+
+        def refresh(run: StudyRun) -> None:
+            collect(study, folder)
+
+        outcome = run_all(
+            study.runs,
+            places,
+            folder,
+            minutes=options.minutes,
+            grace_seconds=options.grace,
+            after=refresh,
+        )
+    for text in collect(study, folder).values():
+        print(f"\n{text}")
+    for note in study.notes:
+        print(note)
+    left = [run.name for run in study.runs if not is_finished(run)]
+    print(f"\n{len(study.runs) - len(left)} of {len(study.runs)} runs finished; {folder}/tables")
+    if outcome.failed:
+        print(f"failed: {', '.join(outcome.failed)}; {folder}/logs says why", file=sys.stderr)
+        return 1
+    return 3 if left else 0
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    import torch
+
+    problems = []
+    if options.per_gpu < 1:
+        problems.append(f"--per-gpu must be at least 1; got {options.per_gpu}")
+    if not options.cpu and options.gpus > torch.cuda.device_count():
+        problems.append(
+            f"--gpus {options.gpus} needs so many GPUs; torch sees {torch.cuda.device_count()}; "
+            "lower it, or use --cpu"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
