@@ -86,6 +86,7 @@ def test_inspect(folder, checkpoints, tmp_path, capsys):
     assert "decoder.layers.0.self_attention.linear_qkv.bias" in said
     assert "[64]" in said
     assert "step        0, holds model" in said
+    assert "weights are stored in bf16; trained with bf16, no codes are stored" in said
     shard = next(checkpoints.rglob("*.distcp"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
