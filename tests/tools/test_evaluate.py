@@ -2,6 +2,7 @@
 """Scores and answers against full forward passes; the harness itself where it is installed."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,16 @@ def test_likelihoods_are_those_of_full_passes(opened):
     follows = opened.full_logits(torch.tensor([[0, 5, 6, 7]]))[0, -1, :128].argmax()
     assert answers.loglikelihood([request("w5 w6 w7", f" w{int(follows)}")])[0][1]
     assert len(best) == 3
+
+
+def test_a_tokenizer_without_a_beginning(opened, monkeypatch):
+    """As Qwen's: only what has nothing before it gets the end of another document."""
+    scorer = Scorer(opened)
+    monkeypatch.setattr(scorer, "tokenizer", replace(opened.tokenizer, prefix=()))
+    assert scorer.encode_pair("", "w9 w10") == ([0], [9, 10])
+    assert scorer.encode_pair("w5 w6", " w7") == ([5, 6], [7])
+    found = scorer.text_log_likelihoods(["w5 w6"])
+    assert found[0] == pytest.approx(float(log_probs(opened, [0, 5, 6])[0].sum()), rel=1e-5)
 
 
 def test_long_inputs_lose_their_beginning_and_are_counted(opened):
