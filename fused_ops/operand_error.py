@@ -11,6 +11,7 @@ Sums are fp64 vectors that may be added over micro-batches and ranks; `operand_f
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize.hadamard import rotate
 from fused_ops.scaled_matmul.reference import values
 
-OPERAND_SUMS = (
-    *("values", "nonzero", "flushed", "saturated", "square", "error", "cross"),
-    *("peak_square", "peak_cross", "small_square", "small_cross", "blocks", "underflow"),
-    *("counted", "above", "below"),
+_VALUE_SUMS = (
+    *("nonzero", "flushed", "saturated", "square", "error", "cross"),
+    *("small_square", "small_cross"),
 )
+_BLOCK_SUMS = ("peak_square", "peak_cross", "blocks", "underflow")
+RANGE_SUMS = ("counted", "above", "below")
+OPERAND_SUMS = ("values", *_VALUE_SUMS, *_BLOCK_SUMS, *RANGE_SUMS)
 PRODUCT_SUMS = ("count", "cross", "exact_square", "square", "zeros", "exact_zeros")
 
 COLUMN_GROUP = 128
@@ -36,7 +39,7 @@ _SMALLEST = {"e2m1": 0.5, "e4m3": 2.0**-9, "e5m2": 2.0**-16}
 _SLACK = 1.0 + 2.0**-20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
     """Some rows and columns of an operand: whole blocks, spread evenly over it.
 
@@ -48,6 +51,19 @@ class Sample:
     plain: Tensor
     operand: QuantizedTensor | Tensor
     signs: Tensor | None = None
+    _decoded: Tensor | None = None
+
+    @property
+    def decoded(self) -> Tensor:
+        """What the codes decode to, fp32; computed once, until `forget`."""
+        assert isinstance(self.operand, QuantizedTensor), "codes decode"
+        if self._decoded is None:
+            self._decoded = self.operand.dequantize()[: self.plain.shape[0]]
+        return self._decoded
+
+    def forget(self) -> None:
+        """Keeps the codes alone: they are a seventh of what they decode to."""
+        self._decoded = None
 
     @property
     def exact(self) -> Tensor:
@@ -92,8 +108,12 @@ def take_sample(
     return Sample(pad_to(plain, plain.shape[0], part.shape[1]), part, signs)
 
 
+@lru_cache(maxsize=1024)
 def spread(size: int, limit: int, group: int, device: torch.device) -> Tensor | None:
-    """Indices of groups spread evenly over [0, size), at most `limit`; None: take all of them."""
+    """Indices of groups spread evenly over [0, size), at most `limit`; None: take all of them.
+
+    Not to be changed: the same tensor is given again.
+    """
     if not limit or size <= max(limit, group):
         return None
     whole = size // group
@@ -129,40 +149,37 @@ def operand_sums(sample: Sample) -> Tensor:
     """OPERAND_SUMS of a quantized sample, fp64; "above" and "below" are left at zero."""
     part = sample.operand
     assert isinstance(part, QuantizedTensor), "sums are of quantized operands"
-    x = sample.exact.float()
-    q = part.dequantize()[: x.shape[0]]
+    x, q = sample.exact.float(), sample.decoded
     scale, maxima = _scales(part, x)
     live = scale > 0
     size, nonzero = x.abs(), x != 0
     element = str(part.spec.element)
     small = (size < 0.5 * _SMALLEST[element] * scale) & live
-    error, cross, square = (q - x).square(), x * q, x.square()
+    cross, square = x * q, x.square()
     peaks, peak_x, peak_q = _peaks(part.spec, x, q)
-    found = {
-        "values": torch.full((), float(x.numel()), dtype=torch.float64, device=x.device),
-        "nonzero": _count(nonzero),
-        "flushed": _count(nonzero & (q == 0)),
-        "saturated": _count((size > _LARGEST[element] * _SLACK * scale) & live),
-        "square": _sum(square),
-        "error": _sum(error),
-        "cross": _sum(cross),
-        "peak_square": _sum(peak_x.square()),
-        "peak_cross": _sum(peak_x * peak_q),
-        "small_square": _sum(square * small),
-        "small_cross": _sum(cross * small),
-        "blocks": _count(peaks > 0),
-        "underflow": _count((peaks > 0) & (maxima == 0)),
+    values = {
+        "nonzero": nonzero,
+        "flushed": nonzero & (q == 0),
+        "saturated": (size > _LARGEST[element] * _SLACK * scale) & live,
+        "square": square,
+        "error": (q - x).square(),
+        "cross": cross,
+        "small_square": square * small,
+        "small_cross": cross * small,
     }
-    zero = found["values"].new_zeros(())
-    return torch.stack([found.get(name, zero) for name in OPERAND_SUMS])
-
-
-def _sum(x: Tensor) -> Tensor:
-    return x.sum(dtype=torch.float64)
-
-
-def _count(x: Tensor) -> Tensor:
-    return x.sum(dtype=torch.float64)
+    blocks = {
+        "peak_square": peak_x.square(),
+        "peak_cross": peak_x * peak_q,
+        "blocks": peaks > 0,
+        "underflow": (peaks > 0) & (maxima == 0),
+    }
+    # Few launches: these sums are taken of every operand of every layer.
+    sums = [
+        torch.stack([found[name] for name in names]).sum((1, 2), dtype=torch.float64)
+        for names, found in ((_VALUE_SUMS, values), (_BLOCK_SUMS, blocks))
+    ]
+    whole = torch.nn.functional.pad(torch.cat(sums), (1, 0), value=float(x.numel()))
+    return torch.nn.functional.pad(whole, (0, len(RANGE_SUMS)))
 
 
 def _scales(part: QuantizedTensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +207,7 @@ def _peaks(spec: OperandSpec, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Ten
 
     x, q = blocked(x), blocked(q)
     peaks, where = x.abs().max(-1, keepdim=True)
-    return peaks.squeeze(-1), x.gather(-1, where), q.gather(-1, where)
+    return peaks.squeeze(-1), x.gather(-1, where).squeeze(-1), q.gather(-1, where).squeeze(-1)
 
 
 def products(left: Sample, right: Sample, decode: str) -> tuple[Tensor, Tensor]:
@@ -209,17 +226,16 @@ def _multiplied(sample: Sample, decode: str) -> Tensor:
     operand = sample.operand
     if isinstance(operand, Tensor):
         return operand.float()
+    if decode == "exact" or operand.spec.format != "nvfp4" or operand.spec.is_pow2:
+        return sample.decoded
     return values(operand, decode)[: operand.shape[0]] * operand.tensor_scale
 
 
 def product_sums(exact: Tensor, product: Tensor) -> Tensor:
     """PRODUCT_SUMS, fp64."""
-    count = torch.full((), float(exact.numel()), dtype=torch.float64, device=exact.device)
-    sums = (
-        _sum(exact * product), _sum(exact.square()), _sum(product.square()),
-        _count(product == 0), _count(exact == 0),
-    )  # fmt: skip
-    return torch.stack([count, *sums])
+    terms = [exact * product, exact.square(), product.square(), product == 0, exact == 0]
+    sums = torch.stack(terms).sum((1, 2), dtype=torch.float64)
+    return torch.nn.functional.pad(sums, (1, 0), value=float(exact.numel()))
 
 
 def operand_figures(sums: Sequence[float]) -> dict[str, float]:
@@ -238,8 +254,10 @@ def operand_figures(sums: Sequence[float]) -> dict[str, float]:
     s: Mapping[str, float] = dict(zip(OPERAND_SUMS, sums))
     if not s["values"]:
         return {}
+    power = _ratio(s["square"], s["error"])
     found = {
-        "snr_db": 10 * math.log10(s["square"] / s["error"]) if s["error"] and s["square"] else None,
+        # Inf in an operand makes the ratio 0 or NaN: then there is no such number.
+        "snr_db": 10 * math.log10(power) if power else None,
         "flushed": _ratio(s["flushed"], s["nonzero"]),
         "saturated": _ratio(s["saturated"], s["values"]),
         "underflow": _ratio(s["underflow"], s["blocks"]),

@@ -47,15 +47,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _say(problems: Sequence[str]) -> int:
-    """Prints problems: what rank 0 has said others leave out, unless it names a rank."""
+    """Prints problems. What rank 0 has said is left out by others, but not by the first rank of
+    another host, whose log may be all that its user looks at, and not where a rank is named."""
     from pretrain.start import said_by_first
 
     rank, texts = os.environ.get("RANK", "0"), []
     said = said_by_first(rank, problems)
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
     for problem in problems:
         if rank == "0" or _NAMES_A_RANK.search(problem):
             texts.append(f"error: {problem}\n")
-        elif problem not in said:
+        elif first_of_host or problem not in said:
             texts.append(f"error: rank {rank} ({socket.gethostname()}): {problem}\n")
     sys.stderr.write(mask_text("".join(texts)))
     sys.stderr.flush()

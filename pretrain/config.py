@@ -7,6 +7,7 @@ overrides, frozen, and saved.
 """
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -341,7 +342,10 @@ def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
 def _machine_problems(config: PretrainConfig) -> list[str]:
     found = []
     if config.run.device == "cuda" and not torch.cuda.is_available():
-        found.append("run.device=cuda needs a GPU; torch sees none here; set run.device=auto")
+        found.append(
+            f"run.device=cuda needs a GPU; torch sees none on {socket.gethostname()}; see that "
+            "nvidia-smi lists some there and that torch is built for CUDA, or set run.device=auto"
+        )
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     if config.train.cuda_graph_impl != "none" and on_cpu:
         found.append(

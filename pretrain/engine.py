@@ -14,9 +14,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from fused_ops.errors import ConfigError
+from fused_ops.mamba2_scan.self_check import scan_problem
 from models.config import transformer_config
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
+from pretrain.checkpoint.agree import on_all
 from pretrain.config import PretrainConfig
 from pretrain.cuda_graph import StepGraph
 from pretrain.initialize import World, seed_everything
@@ -61,6 +64,7 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
         params_dtype=train.torch_dtype,
         deterministic=train.deterministic,
     )
+    _check_scan(config, engine_config, world)
     # DistributedDataParallel decides by this how it scales gradients: set before it is built.
     engine_config.calculate_per_token_loss = True
     chunks: list[Any] = build_model(config.model, engine_config, world.groups, vocab_size)
@@ -98,6 +102,20 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
         seq_length=config.model.seq_length,
         micro_batch_size=train.micro_batch_size,
     )
+
+
+def _check_scan(config: PretrainConfig, engine_config: TransformerConfig, world: World) -> None:
+    """ConfigError on all ranks if the scan kernel computes something else on one of them."""
+    if world.device.type != "cuda" or "M" not in config.model.pattern:
+        return
+    sizes = {"head_dim": engine_config.mamba_head_dim, "state": engine_config.mamba_state_dim}
+
+    def check() -> None:
+        problem = scan_problem(world.device, config.train.torch_dtype, **sizes)
+        if problem is not None:
+            raise ConfigError(problem)
+
+    on_all(check)
 
 
 def _wrap(

@@ -37,6 +37,7 @@ OPTIONAL = {
     "wandb": ("wandb", "the wandb sink", "metrics.jsonl"),
     "tensorboard": ("tensorboard", "the TensorBoard sink", "metrics.jsonl"),
 }
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 _HEAVY = ("transformer-engine", "mamba-ssm", "causal-conv1d", "apex", "nvmath-python")
 
 
@@ -108,7 +109,8 @@ def cudnn_shadow() -> str | None:
     if not own:
         return None
     message = (
-        "the system's cuDNN shadows the environment's: {found} comes before {own}; "
+        f"the system's cuDNN on {socket.gethostname()} shadows the environment's: "
+        "{found} comes before {own}; "
         "remove its folder from LD_LIBRARY_PATH (or unset LD_LIBRARY_PATH) and start again"
     )
     for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
@@ -119,6 +121,25 @@ def cudnn_shadow() -> str | None:
         if not _inside_environment(found):
             return message.format(found=found, own=own[0])
     return None
+
+
+def unseen_gpus(device: str) -> str | None:
+    """A message where a run on the CPU was started beside GPUs that torch does not see, or None.
+
+    With `run.device: auto` a driver or a build of torch that does not fit would otherwise make a
+    run thousands of times slower without a word. An empty CUDA_VISIBLE_DEVICES asks for that.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    if device != "cpu" or hidden:
+        return None
+    there = sorted(_DRIVER_GPUS.glob("*"))
+    if not there:
+        return None
+    return (
+        f"{socket.gethostname()} has {len(there)} GPUs and torch sees none, so this is a run on "
+        f"its CPU; see that nvidia-smi works there and that torch {torch.__version__} fits the "
+        "driver, or set CUDA_VISIBLE_DEVICES= to mean it"
+    )
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

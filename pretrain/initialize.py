@@ -5,6 +5,7 @@ import datetime
 import gc
 import os
 import random
+import socket
 from dataclasses import dataclass
 
 import numpy
@@ -53,14 +54,16 @@ def choose_device(name: str) -> torch.device:
             # megatron-core puts its buffers on the GPU wherever there is one.
             raise ConfigError(
                 "run.device=cpu needs a machine, or a process, without GPUs; torch sees "
-                f"{torch.cuda.device_count()}; start with CUDA_VISIBLE_DEVICES= in front"
+                f"{torch.cuda.device_count()} on {socket.gethostname()}; start with "
+                "CUDA_VISIBLE_DEVICES= in front"
             )
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.index >= torch.cuda.device_count():
         raise ConfigError(
             f"each process needs its own GPU; got LOCAL_RANK={device.index} with "
-            f"{torch.cuda.device_count()} GPUs; start fewer processes on this host"
+            f"{torch.cuda.device_count()} GPUs on {socket.gethostname()}; start fewer processes "
+            "there, or see why it has lost some (nvidia-smi)"
         )
     torch.cuda.set_device(device)
     return device

@@ -205,6 +205,7 @@ def _samples(rows: Sequence[tuple[int, float, float]]) -> list[dict[str, Any]]:
         total[0] += loss
         total[1] += count
     means = [(sample, loss / max(count, 1.0)) for sample, (loss, count) in totals.items()]
+    means.sort()  # by sample, so that ranks agree where losses tie
     means.sort(key=lambda one: (math.isfinite(one[1]), -one[1] if math.isfinite(one[1]) else 0))
     return [
         {"sample": sample, "loss": mean if math.isfinite(mean) else str(mean)}

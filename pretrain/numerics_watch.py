@@ -21,6 +21,7 @@ from fused_ops.linear import LinearCall, Operand
 from fused_ops.operand_error import (
     OPERAND_SUMS,
     PRODUCT_SUMS,
+    RANGE_SUMS,
     Sample,
     operand_sums,
     product_sums,
@@ -34,7 +35,7 @@ from models.precision import named_gemms, unwrap
 from pretrain.engine import Engine
 
 _TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
-_RANGE = slice(OPERAND_SUMS.index("counted"), OPERAND_SUMS.index("below") + 1)
+_RANGE = slice(-len(RANGE_SUMS), None)
 
 
 class NumericsWatch:
@@ -182,9 +183,11 @@ class _LayerWatch:
         )
         if isinstance(quantized, QuantizedTensor):
             watch.operands[place] += operand_sums(sample)
-            watch.operands[(*place, _RANGE)] += _range_counts(quantized)
+            if quantized.out_of_range is not None:
+                watch.operands[(*place, _RANGE)] += _range_counts(quantized)
         other = self._waiting.pop((gemm, expert), None)
         if other is None or other[0] == operand:
+            sample.forget()  # that of wgrad waits for the backward pass
             self._waiting[gemm, expert] = operand, sample
             return
         left_first = operand in ("w", "x")
@@ -197,14 +200,10 @@ class _LayerWatch:
 
 def _range_counts(operand: QuantizedTensor) -> Tensor:
     """Counted, above and below, of the whole operand: blocks (pow2) or values (delayed scales)."""
-    counts = operand.out_of_range
-    zeros = torch.zeros(3, dtype=torch.float64, device=operand.codes.device)
-    if counts is None:
-        return zeros
-    of = operand.scales if operand.spec.is_pow2 else operand.codes
-    zeros[0] += float(of.numel())
-    zeros[1:] += counts.reshape(-1)[:2]
-    return zeros
+    assert operand.out_of_range is not None, "counts of these formats alone"
+    counted = operand.scales if operand.spec.is_pow2 else operand.codes
+    counts = operand.out_of_range.reshape(-1)[:2].double()
+    return torch.nn.functional.pad(counts, (1, 0), value=float(counted.numel()))
 
 
 class _RouterWatch:

@@ -11,7 +11,7 @@ from pretrain.bad_steps import TrainingError
 from pretrain.checkpoint.manager import CheckpointError
 from pretrain.config import PretrainConfig, load_config, precision_plan
 from pretrain.config_file import encode
-from pretrain.environment import cudnn_shadow
+from pretrain.environment import cudnn_shadow, unseen_gpus
 from pretrain.initialize import choose_device, shut_down
 from pretrain.redact import mask_secrets
 from pretrain.start import meet, own_record
@@ -22,14 +22,14 @@ def run(path: str, overrides: Sequence[str]) -> int:
 
     Raises ConfigError for what the user can mend before training.
     """
-    config, problems = _load(path, overrides)
+    config, problems, device = _load(path, overrides)
     if config is not None and config.train.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print(precision_plan(config).render())
         return 0
-    shadowed = cudnn_shadow()
+    warnings = [text for text in (cudnn_shadow(), unseen_gpus(device)) if text]
     plain = None if config is None else mask_secrets(encode(config))
-    store = meet(own_record(problems, [shadowed] if shadowed else [], plain))
+    store = meet(own_record(problems, warnings, plain, device))
     assert config is not None, "a config that cannot be read is a problem, and raised by now"
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -44,12 +44,13 @@ def run(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _load(path: str, overrides: Sequence[str]) -> tuple[PretrainConfig | None, list[str]]:
-    """The run, or what is wrong with it on this host."""
+def _load(path: str, overrides: Sequence[str]) -> tuple[PretrainConfig | None, list[str], str]:
+    """(the run, what is wrong with it on this host, cpu or cuda)."""
+    device = ""
     try:
         config = load_config(path, overrides, for_training=True)
         if not config.train.dry_run:
-            choose_device(config.run.device)
+            device = choose_device(config.run.device).type
     except ConfigError as error:
-        return None, list(error.problems)
-    return config, []
+        return None, list(error.problems), device
+    return config, [], device

@@ -49,6 +49,8 @@ class Record:
     code: str = ""
     """Digest of the sources."""
     packages: dict[str, str | None] = field(default_factory=dict)
+    device: str = ""
+    """cpu or cuda: what run.device came to on this host."""
     loopback: bool = False
     """Whether the host's own name leads to itself alone."""
 
@@ -59,7 +61,10 @@ class Record:
 
 
 def own_record(
-    problems: Sequence[str], warnings: Sequence[str], config: Mapping[str, Any] | None
+    problems: Sequence[str],
+    warnings: Sequence[str],
+    config: Mapping[str, Any] | None,
+    device: str = "",
 ) -> Record:
     """The record of this process."""
     return Record(
@@ -70,6 +75,7 @@ def own_record(
         settings={key: json.dumps(value) for key, value in flatten(config or {}).items()},
         code=code_digest(),
         packages={"python": platform.python_version(), **{n: package_version(n) for n in NEEDED}},
+        device=device,
         loopback=_is_loopback(socket.gethostname()),
     )
 
@@ -163,6 +169,13 @@ def disagreements(records: Sequence[Record]) -> list[str]:
                 f"{first.name} {first.code}; update the checkout or the image on {record.host}"
             )
             break
+    without = [record for record in records if record.device == "cpu"]
+    if without and len(without) < len(records):
+        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        found.append(
+            f"{without[0].name}{more}: torch sees no GPU there, and other ranks have one; see "
+            f"nvidia-smi on {without[0].host} and what its pod or task asked for"
+        )
     if len({record.host for record in records}) > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         found += [
             f"{record.name}: the name {record.host} leads to the host itself (127.0.0.0/8), so "

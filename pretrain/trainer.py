@@ -29,7 +29,6 @@ from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
 from pretrain.engine import Engine, build_engine
 from pretrain.environment import (
-    cudnn_shadow,
     git_state,
     peak_memory_gib,
     report_absences,
@@ -396,8 +395,6 @@ class Trainer:
             write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
             report_absences()
             self._tell_gathers()
-            if shadowed := cudnn_shadow():
-                log.warning("%s", shadowed)
         metrics = MetricsLogger(
             run_dir, config.log, encode(config), resumed_step=resumed_step, enabled=main
         )

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = ("sm_90", "sm_100", "sm_120")
+SHARED_MEMORY = {"sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
+"""Bytes that one block of threads may have (CUDA C++ programming guide, compute capabilities)."""
 TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async\S*|tcgen05\.mma\S*|mma\.sync\S*)")
 
 _TYPES = {
@@ -405,9 +407,14 @@ def compile_variant(variant: Variant, target: str) -> str:
             "enable_fp_fusion": False,
         },
     )
-    core = TENSOR_CORE.search(compiled.asm["ptx"])
+    core, shared = TENSOR_CORE.search(compiled.asm["ptx"]), compiled.metadata.shared
+    if shared > SHARED_MEMORY[target]:
+        raise ValueError(
+            f"needs {shared} bytes of shared memory, and a program has {SHARED_MEMORY[target]} on "
+            f"{target}: smaller tiles"
+        )
     return (
-        f"registers {registers(compiled.asm['cubin'])}, shared {compiled.metadata.shared} bytes, "
+        f"registers {registers(compiled.asm['cubin'])}, shared {shared} bytes, "
         f"tensor core {core.group(1) if core else 'none'}"
     )
 

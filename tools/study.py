@@ -54,7 +54,7 @@ def _study(options: argparse.Namespace) -> int:
     from pretrain.study.budget import costs, measure, read_rates, render
     from pretrain.study.collect import collect, state_of
     from pretrain.study.place import Places, run_all
-    from pretrain.study.plan import StudyRun, is_finished, load_study
+    from pretrain.study.plan import StudyRun, is_finished, load_study, start_problems_of
 
     folder = options.runs or Path("runs") / options.directory.resolve().name
     study = load_study(options.directory, folder.resolve(), options.overrides)
@@ -67,7 +67,8 @@ def _study(options: argparse.Namespace) -> int:
         if rates := read_rates(folder):
             print(f"\n{render(costs(study, rates), places, options.hours)}")
         return 0
-    _check_places(options)
+    if problems := [*_place_problems(options), *start_problems_of(study)]:
+        raise ConfigError(problems)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "study.lock").open("w") as lock:
         try:
@@ -108,7 +109,7 @@ def _study(options: argparse.Namespace) -> int:
     return 3 if left else 0
 
 
-def _check_places(options: argparse.Namespace) -> None:
+def _place_problems(options: argparse.Namespace) -> list[str]:
     import torch
 
     problems = []
@@ -119,8 +120,7 @@ def _check_places(options: argparse.Namespace) -> None:
             f"--gpus {options.gpus} needs so many GPUs; torch sees {torch.cuda.device_count()}; "
             "lower it, or use --cpu"
         )
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 if __name__ == "__main__":

@@ -114,6 +114,11 @@ def causal_conv1d(
     return reference.conv(torch.cat([before, x], 1), weight, bias)[:, before.shape[1] :]
 
 
+def chosen(x: Tensor) -> str:
+    """Name of the implementation that takes x where none is forced."""
+    return _choose(None, x)
+
+
 def _choose(implementation: str | None, x: Tensor) -> str:
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")

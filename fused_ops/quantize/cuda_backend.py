@@ -63,7 +63,20 @@ def pair_supports(
         return reason
     if row.choice == "4over6_mae" or column.choice == "4over6_mae":
         return "4over6 by squared errors only"
-    return _missing()
+    return _missing() or _target_reason(x.device)
+
+
+@functools.cache
+def _target_reason(device: torch.device) -> str | None:
+    """Why the source is not built for a device: where it has not been compiled, nobody knows
+    whether its conversions and its shared memory are there."""
+    capability = torch.cuda.get_device_capability(device)
+    target = f"sm_{capability[0]}{capability[1]}"
+    if target in TARGETS:
+        return None
+    reason = f"the CUDA source is for {', '.join(TARGETS)}, the device is {target}"
+    _log.info("%s: Triton quantizes instead, the same bytes", reason)
+    return reason
 
 
 def preferred(x: Tensor, row: OperandSpec, column: OperandSpec, **unused: object) -> str | None:

@@ -48,6 +48,8 @@ class CachedModel:
                 f"of {len(shared)} linear layers ({shared[0]}, ...) shares an amax with others; "
                 "choose a precision with row_scaled or pow2 operands (nvfp4_pow2), mxfp8, or bf16"
             )
+        if batch_invariant:
+            problems += backend_problems(self.model, "batch invariance")
         if problems:
             raise ConfigError(problems)
         self.model.eval()
@@ -163,6 +165,17 @@ def cache_problems(model: Any) -> list[str]:
             "tokens of a batch; set it to null to generate without dropping"
         )
     return problems
+
+
+def backend_problems(model: Any, what: str) -> list[str]:
+    """Why something that this project's own GEMMs do cannot be had of a model."""
+    modules = (m for m in unwrap(model).modules() if isinstance(m, GemmModule))
+    others = {module.backend for module in modules} - {"fused_ops"}
+    return [
+        f"{what} needs the GEMMs of fused_ops, and the model has precision.backend {other}; set "
+        "precision.backend=fused_ops"
+        for other in sorted(others)
+    ]
 
 
 def shared_over_tokens(model: Any) -> list[str]:

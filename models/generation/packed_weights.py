@@ -13,7 +13,7 @@ from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.linear import LinearCall, LocalComm
 from fused_ops.operands import give_weight_codes, weight_operand
 from fused_ops.recipe import is_quantized
-from models.generation.cached_model import cache_problems
+from models.generation.cached_model import backend_problems, cache_problems
 from models.parallel_linear import GemmModule
 from models.precision import unwrap
 
@@ -35,7 +35,7 @@ def pack_weights(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ConfigError: a model that is cut over processes.
     """
     inner = unwrap(model)
-    if problems := cache_problems(inner):
+    if problems := cache_problems(inner) + backend_problems(inner, "a hand-over of codes"):
         raise ConfigError(problems)
     tensors: dict[str, Tensor] = {}
     formats: dict[str, Any] = {}
@@ -56,7 +56,8 @@ def weight_problems(
     model: Any, tensors: Mapping[str, Tensor], formats: Mapping[str, Any]
 ) -> list[str]:
     """Why packed weights do not fit a model in the precision that it has now."""
-    inner, problems = unwrap(model), []
+    inner = unwrap(model)
+    problems = backend_problems(inner, "a hand-over of codes")
     wanted: set[str] = set()
     packed = set()
     for parameter, name, weight, call, _ in _quantized(inner):

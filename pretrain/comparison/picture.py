@@ -52,14 +52,16 @@ def write_png(rows: Sequence[Row], base: Row, path: Path) -> None:
                 continue
             x, mean, low, high = zip(*found[kind])
             colour = COLOURS[number % len(COLOURS)]
-            axis.plot(x, mean, color=colour, label=label, linewidth=1.6)
+            style = ("-", "--", ":")[number // len(COLOURS) % 3]
+            marker = "o" if len(x) < 30 else None  # a single evaluation has no line
+            axis.plot(x, mean, style, color=colour, label=label, linewidth=1.6, marker=marker, ms=3)
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.axhline(0.0, color="#888888", linewidth=0.8)
         axis.set_title(f"{_TITLES[kind]} (base: {base.label})", fontsize=10)
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.25)
     if kinds:
-        axes[0][0].legend(fontsize=8)
+        axes[0][0].legend(fontsize=8 if len(drawn) < 10 else 6, ncols=1 + len(drawn) // 10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -22,11 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
+from models.precision_config import PrecisionConfig
+from pretrain.checkpoint.compare import flatten
 from pretrain.comparison.gaps import Interval, final_gaps, interval, paired_gaps, t95
 from pretrain.comparison.runs import Row
+from pretrain.config_file import encode
 
 FORMAT, VERSION = "nibble reference gaps", 1
-_IGNORED = ("amax_scope", "check_finite", "backend", "communicate", "phases")
+# Of the section, what says how and where the same numbers are computed.
+_IGNORED = ("amax_scope", "check_finite", "backend", "communicate", "allow_reference")
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,16 @@ class Reference:
 
 
 def precision_key(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a precision section decides the numbers, without what is empty or by default."""
-    section = {
+    """What of a precision section decides the numbers, without what is as by default."""
+    default = flatten(encode(PrecisionConfig()), "precision.")
+    return {
         key.removeprefix("precision."): value
-        for key, value in settings.items()
-        if key.startswith("precision.") and value not in (None, [], {}, "", "exact", False)
+        for key, value in sorted(settings.items())
+        if key.startswith("precision.")
+        and value not in (None, [], {})
+        and value != default.get(key)
+        and key.split(".")[1] not in _IGNORED
     }
-    return {k: v for k, v in sorted(section.items()) if k.split(".")[0] not in _IGNORED}
 
 
 def read_references(folder: Path) -> list[Reference]:
@@ -145,14 +152,15 @@ def judge(
         if own is None:
             continue
         with_gaps = [ref for ref in near if ref.gaps[forward]]
-        said += [_sentence(row.label, forward, own, ref) for ref in with_gaps[:3]]
+        label = f"{row.label} at {tokens_per_parameter:.3g} tokens a parameter"
+        said += [_sentence(label, forward, own, ref) for ref in with_gaps[:3]]
     return said or [f"{row.label}: no seed has finished together with the base's"]
 
 
 def _sentence(label: str, forward: str, own: Interval, reference: Reference) -> str:
     gaps, seeds = reference.gaps[forward], len(own.seeds)
     mean = statistics.fmean(gaps)
-    place = f"{reference.name} at {reference.tokens_per_parameter:g} tokens a parameter"
+    place = f"{reference.name} at {reference.tokens_per_parameter:g}"
     text = f"{label}, {forward} forward: {own.mean:+.2f} %; {place}: {mean:+.2f} %"
     if len(gaps) < 2:
         return f"{text} (one run: no interval; {reference.source})"

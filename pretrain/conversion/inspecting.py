@@ -94,6 +94,7 @@ def _inspect_checkpoint(
         f"step        {state['step']}, holds {' and '.join(state['parts'])}",
         f"written     {state['written']['time']} by torch {state['written']['torch']}",
         f"layout      saved under {state['layout']}; any layout loads it",
+        _precision_line(state["config"]),
     ]
     if carried := sorted(p.name.removeprefix(CARRIED) for p in newest.glob(CARRIED + "*")):
         lines.append(f"carries     {', '.join(carried)}")
@@ -112,6 +113,14 @@ def _inspect_checkpoint(
     if check:
         problems += _check_tensors(newest, reader, show)
     return lines, problems
+
+
+def _precision_line(config: dict[str, Any]) -> str:
+    """What weights are stored as, and what was computed in: codes are never stored."""
+    section = config.get("precision") or {}
+    recipe = section.get("recipe") or section.get("plan") or "bf16"
+    stored = config.get("train", {}).get("dtype", "bf16")
+    return f"precision   weights are stored in {stored}; trained with {recipe}, no codes are stored"
 
 
 def _where(pieces: list[tuple[tuple[int, ...], tuple[int, ...], str]]) -> str:

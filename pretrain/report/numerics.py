@@ -2,6 +2,7 @@
 """Numerics in report.html: layers by steps, one map an operand, a product or a router."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -36,8 +37,8 @@ _ROUTER_FIGURES = (
 Cells = dict[str, dict[int, float]]
 
 
-def section(rows: Sequence[Row]) -> str:
-    """The whole section, or nothing where the run was not monitored."""
+def section(rows: Sequence[Row], training: Sequence[Row] = ()) -> str:
+    """The whole section, or nothing where the run was not monitored; `training`: for its cost."""
     layers = [row for row in rows if isinstance(row.get("module"), str)]
     if not layers:
         return ""
@@ -63,8 +64,29 @@ def section(rows: Sequence[Row]) -> str:
         "<h2>Numerics</h2>"
         '<p class="hint">Layers downwards, steps to the right; a row names itself under the '
         "pointer. Colours of one figure have one scale; grey is not quantized. The figures are "
-        "of samples of one micro-batch a rank, defined in fused_ops/operand_error.py.</p>"
+        "of samples of one micro-batch a rank, defined in fused_ops/operand_error.py. "
+        + escape(cost(rows, training))
+        + "</p>"
         + "".join(parts)
+    )
+
+
+def cost(rows: Sequence[Row], training: Sequence[Row]) -> str:
+    """How much longer monitored steps took than the others; empty where that cannot be said."""
+    watched = {row["step"] for row in rows}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for row in training[len(training) // 10 :]:  # the first steps warm up
+        if math.isfinite(row.get("seconds", math.nan)):
+            seconds[row["step"] in watched].append(row["seconds"])
+    if not seconds[True] or not seconds[False]:
+        return ""
+    plain = statistics.median(seconds[False])
+    own = statistics.median(seconds[True])
+    more = max(0.0, own - plain) * len(seconds[True])
+    share = more / (sum(seconds[True]) + sum(seconds[False]))
+    return (
+        f"A monitored step took {own / plain:.2f} times another one: monitoring was "
+        f"{100 * share:.2g} % of the time in steps."
     )
 
 

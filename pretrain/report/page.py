@@ -114,7 +114,7 @@ def render_page(run: Run) -> str:
         sections.tiles(run),
         sections.curves(run),
         sections.precision(run),
-        numerics.section(run.numerics),
+        numerics.section(run.numerics, run.training),
         sections.events(run),
         sections.environment(run),
         sections.configuration(run),

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass as config_dataclass
 
 from fused_ops.errors import ConfigError
 from models.presets import merge_preset
-from pretrain.config import PretrainConfig, make_config
+from pretrain.config import PretrainConfig, make_config, start_problems
 from pretrain.config_file import apply_overrides, parse_overrides, read_yaml
 from pretrain.data.manifest import load_manifest
 from pretrain.heartbeat import read_heartbeat
@@ -227,6 +227,15 @@ def _epoch_problems(run: StudyRun, config: PretrainConfig) -> list[str]:
         f"{tokens_of(config)} tokens are {epochs:.1f} epochs of {config.data.train}; lower "
         "train.steps"
     ]
+
+
+def start_problems_of(study: Study) -> list[str]:
+    """What this machine lacks for the study: data, packages. One row of each model is asked."""
+    found: list[str] = []
+    for model in study.models:
+        run = next(run for run in study.runs if run.model == model)
+        found += [f"{model}: {problem}" for problem in start_problems(make_config(run.data), 1)]
+    return found
 
 
 def is_finished(run: StudyRun) -> bool:

@@ -4,6 +4,7 @@
 import subprocess
 
 import pytest
+import torch
 
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import cuda_backend
@@ -66,3 +67,31 @@ def _fixed_signs():
     from fused_ops.quantize.hadamard import FIXED_SIGNS
 
     return FIXED_SIGNS
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (8, 9)])
+def test_a_device_that_the_source_is_not_for_gets_triton_with_a_reason(
+    capability, caplog, monkeypatch
+):
+    """sm_120 and sm_121 lack the conversion with stochastic rounding, and most shared memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda_backend._target_reason.cache_clear()
+    caplog.set_level("INFO", cuda_backend.__name__)
+    target = f"sm_{capability[0]}{capability[1]}"
+    reason = cuda_backend._target_reason(torch.device("cuda", 0))
+    cuda_backend._target_reason.cache_clear()
+    if target in cuda_backend.TARGETS:
+        assert reason is None
+        assert not caplog.messages
+    else:
+        assert reason == f"the CUDA source is for sm_90, sm_100, sm_103, the device is {target}"
+        assert caplog.messages == [reason + ": Triton quantizes instead, the same bytes"]
+
+
+def test_the_device_is_asked_for_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(cuda_backend.triton_backend, "pair_supports", lambda *_a, **_k: None)
+    monkeypatch.setattr(cuda_backend, "_missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    x = torch.zeros(16, 16, dtype=torch.bfloat16)
+    assert "the device is sm_120" in cuda_backend.preferred(x, *FAST)
+    cuda_backend._target_reason.cache_clear()

@@ -7,7 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fused_ops.mamba2_scan import causal_conv1d, mamba2_scan, mamba2_scan_from, reference
+from fused_ops.mamba2_scan import (
+    causal_conv1d,
+    mamba2_scan,
+    mamba2_scan_from,
+    mamba_ssm_backend,
+    reference,
+)
+from fused_ops.mamba2_scan.self_check import scan_problem
 
 
 def recurrence(x, dt, A, B, C, D=None, document_ids=None):
@@ -183,3 +190,38 @@ def test_states_that_do_not_fit_are_refused():
         mamba2_scan_from(torch.zeros(2, 4, 5, 8), x, dt, A, B, C)
     with pytest.raises(ValueError, match=r"before must be \(2, 3, 6\)"):
         causal_conv1d(torch.randn(2, 5, 6), torch.randn(6, 4), before=torch.zeros(2, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (None, None),
+        ("documents", "with a relative error of"),
+        ("last chunk", "gives y with a relative error of"),
+        ("gradient", "gives dx with a relative error of"),
+        ("nan", "gives y with a relative error of nan"),
+    ],
+)
+def test_a_kernel_that_computes_something_else_is_found(monkeypatch, damage, said):
+    """Silent corruption, as a kernel on a GPU that is newer than it: a run does not begin."""
+
+    def kernel(x, dt, A, B, C, chunk_size, D, seq_idx):
+        assert chunk_size == mamba_ssm_backend.CHUNK
+        y = reference.scan(x, dt, A, B, C, D, None if damage == "documents" else seq_idx)
+        if damage == "last chunk":
+            y = y * (torch.arange(y.shape[1]) < 2 * chunk_size).view(1, -1, 1, 1)
+        elif damage == "gradient":
+            y = y.detach() + (y - y.detach()) * 1.5
+        elif damage == "nan":
+            y = y + float("nan")
+        return y
+
+    monkeypatch.setattr(mamba_ssm_backend, "_kernel", lambda: kernel)
+    monkeypatch.setattr(mamba_ssm_backend, "supports", lambda x: None)
+    found = scan_problem("cpu", head_dim=16, state=16)
+    assert (found is None) == (said is None)
+    assert said is None or said in found
+
+
+def test_a_machine_without_the_kernel_has_nothing_to_check():
+    assert scan_problem("cpu") is None

@@ -101,6 +101,16 @@ def test_sums_are_those_of_numpy(name, columns):
         assert low == 1
 
 
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("columns", [False, True])
+def test_padding_is_no_scale_of_zero(name, columns):
+    """70 x 90 is no multiple of any block: what fills the last ones up is not in the figures."""
+    torch.manual_seed(4)
+    found = figures(torch.randn(70, 90), SPECS[name], columns)
+    assert found["underflow"] == 0.0
+    assert found["slope"] > 0.97
+
+
 def test_saturation_is_what_lies_beyond_the_largest_code():
     """A tensor scale of 1, block scales of exactly 1, and one block beyond the largest of 448."""
     x = torch.full((16, 32), 6.0)
@@ -148,6 +158,20 @@ def test_products_show_a_rotation_that_does_not_cancel():
     stale = take_sample(b, quantize(b, spec, signs=other), columns=False)
     broken = product_figures(product_sums(*products(left, stale, "exact")).tolist())
     assert abs(broken["cosine"]) < 0.5
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", SPECS)
+def test_values_that_are_not_finite_stop_nothing(name, value):
+    """A bad step is monitored like any other; its figures may be NaN."""
+    torch.manual_seed(5)
+    x = torch.randn(64, 256)
+    x[3, 7] = value
+    sample = take_sample(x, quantized(x, SPECS[name]), columns=False)
+    found = operand_figures(operand_sums(sample).tolist())
+    assert set(found) >= {"flushed", "slope"}
+    both = product_figures(product_sums(*products(sample, sample, "exact")).tolist())
+    assert not math.isfinite(both["cosine"]) or abs(both["cosine"]) <= 1.0 + 1e-6
 
 
 def test_decode_fp8_rounds_what_the_cores_round():

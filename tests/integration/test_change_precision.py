@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint of one precision goes on in another, both ways, and never by accident."""
 
+import shutil
+
 import pytest
 import yaml
 
@@ -48,3 +50,34 @@ def test_going_on_in_another_precision(runs, first, then, capsys):
         # other codes, so other numbers; the same weights and samples, so close ones
         assert loss != stayed[step]
         assert loss == pytest.approx(stayed[step], rel=0.03)
+
+
+def test_a_switch_stays_where_it_was_after_a_resume(tmp_path):
+    """The forward in BF16 from the middle on, the backward in NVFP4 all the while. A run that is
+    resumed behind the switch, or goes on for longer, does not go back to four bits."""
+    data = make_toy(tmp_path / "data")
+    late = {"from": 0.5, "gemms": ["fprop"], "recipe": "bf16"}
+
+    def command(name, schedule):
+        sections = {
+            "run": {"dir": str(tmp_path / "runs"), "name": name},
+            "train": {"steps": WHOLE, "dtype": "bf16", "global_batch_size": 4},
+            "precision": {"recipe": "nvfp4", "schedule": schedule},
+            "checkpoint": {"interval": HALF + 1, "keep_last": 0},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(toy_config(data, "*-", **sections)))
+        return [str(path)]
+
+    for name, schedule in (("switched", [late]), ("never", [])):
+        assert main(command(name, schedule)) == 0
+    switched, never = (losses(tmp_path / "runs" / name) for name in ("switched", "never"))
+    assert [switched[n] == never[n] for n in range(1, WHOLE + 1)] == [True] * HALF + [False] * HALF
+    for steps in (WHOLE, 3 * WHOLE):  # half of the longer run lies behind the checkpoint
+        name = f"resumed-{steps}"
+        shutil.copytree(tmp_path / "runs" / "switched", tmp_path / "runs" / name)
+        shutil.rmtree(tmp_path / "runs" / name / "checkpoints" / f"step_{WHOLE:08d}")
+        changes = [f"run.name={name}", f"train.steps={steps}"]
+        assert main([*command("switched", [late]), *changes]) == 0
+        again = losses(tmp_path / "runs" / name)
+        assert [again[n] for n in (HALF + 2, WHOLE)] == [switched[n] for n in (HALF + 2, WHOLE)]

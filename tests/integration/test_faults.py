@@ -13,9 +13,9 @@ import yaml
 
 from tests.distributed import ROOT
 from tests.pods import descendants, rank_processes
-from tests.toy import make_toy, toy_config
+from tests.toy import make_toy, toy_config, write_toy_data
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = 8
 HANG = 10.0
 # Only a hang reaches it, also on a machine that other work keeps busy.
@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     """Toy data, and an undisturbed run on two ranks."""
     place = tmp_path_factory.mktemp("toy")
     make_toy(place / "data")
+    write_toy_data(place / "data" / "train", documents=6000)  # blocks of a cache: more than one
     config = toy_config(
         place / "data",
         "*E",
@@ -112,6 +113,27 @@ def test_a_rank_that_dies_is_started_again(folder, fault):
     assert len(list((folder / f"notes-{name}").iterdir())) == 1, "it did happen"
     assert losses(folder, name) == losses(folder, "whole"), "bitwise"
     assert heartbeat(folder, name)["phase"] == "done"
+
+
+@pytest.mark.parametrize("fault", ["kill-fetch:-1:1", "kill-fetch:-1:5", "kill-fill:-1:5"])
+def test_a_rank_that_dies_while_it_fills_the_cache(folder, fault):
+    """Data behind fsspec: the cache's locks go with the process, and no half of a block is read."""
+    name = fault.replace(":", "-")
+    cache = folder / f"cache-{name}"
+    words = [
+        f"data.train=local://{folder / 'data' / 'train'}",
+        f"data.cache={{dir: {cache}, block_kib: 64, ahead_samples: 8}}",
+    ]
+    process = launch(folder, name, fault, *words)
+    text = finish(process)
+    assert process.returncode == 0, text[-4000:]
+    assert len(list((folder / f"notes-{name}").iterdir())) == 1, "it did happen"
+    assert "cache entry" not in text, "no damaged block"
+    assert losses(folder, name) == losses(folder, "whole"), "bitwise"
+    blocks = [path for path in (cache / "blocks").rglob("*") if path.is_file()]
+    left = [path for path in blocks if path.suffix == ".tmp"]  # of the dead process's threads
+    assert left or not fault.startswith("kill-fill"), "it died in the middle of a write"
+    assert len(blocks) - len(left) > int(fault.split(":")[2]), "and it was filled again"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -18,7 +18,7 @@ from tools.launch.batch_script import render_slurm
 from tools.launch.job import Options, read_job
 from tools.launch.manifests import render_pytorch_job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = 40
 # Only a hang reaches it, also on a machine that other work keeps busy.
 LIMIT = 900.0

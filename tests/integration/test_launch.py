@@ -19,7 +19,7 @@ from tools.launch.check import check_text
 from tools.launch.job import Options, read_job
 from tools.launch.manifests import render_pytorch_job, render_train_job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = 4
 
 

@@ -101,15 +101,18 @@ def test_equals_the_full_forward_pass_in_fp32(kind):
         assert_same(model, sizes)
 
 
-@pytest.mark.parametrize("recipe", [ROW_SCALED, POW2])
-@pytest.mark.parametrize("pattern", ["*-", "M-", "+-", "*E", "M*-E"])
+@pytest.mark.parametrize(
+    ("recipe", "pattern"),
+    [(r, p) for r in (ROW_SCALED, POW2) for p in ("*-", "M-", "+-", "*E", "M*-E")]
+    + [("mxfp8", "M*-E")],
+)
 def test_equals_the_full_forward_pass_in_nvfp4(recipe, pattern):
     """A token's codes depend on the token alone, so that the same 1e-4 holds."""
     model = build(pattern, recipe)
     assert shared_over_tokens(model) == []
     high = build(pattern)
     ids = sequences()[0]
-    assert (full(model, ids) - full(high, ids)).norm() > 0.02 * full(high, ids).norm()
+    assert (full(model, ids) - full(high, ids)).norm() > 0.005 * full(high, ids).norm()
     for sizes in CUTS.values():
         assert_same(model, sizes)
 

@@ -195,13 +195,102 @@ def _spiked(place: str) -> tuple[dict, list]:
 
 @pytest.mark.slow
 def test_a_spike_is_found_the_same_on_two_ranks(folder):
-    (first, events), (second, _) = run_distributed(_spiked, 2, timeout=300, args=(str(folder),))
+    (first, events), (second, _) = run_distributed(_spiked, 2, timeout=900, args=(str(folder),))
     assert first == second
     assert (first["skipped"], len(first["recent_losses"])) == (1, 13)
     (skip,) = [event for event in events if event["event"] == "skip"]
     assert (skip["step"], skip["samples"]) == (12, [88, 95])
     assert "robust standard deviations above the median" in skip["reason"]
     assert skip["zscore"] > 6
+
+
+class OneRank(Callback):
+    """In one batch, on one rank alone: a layer's output is not finite, its gradient, or larger."""
+
+    def __init__(self, kind: str, rank: int, step: int = BAD_STEP) -> None:
+        self.kind, self.rank, self.step = kind, rank, step
+        self.active = False
+
+    def before_step(self, trainer, step):
+        if step == 1 and trainer.world.rank == self.rank:
+            for chunk in trainer.engine.chunks:
+                module = dict(named_gemms(unwrap(chunk))).get(POISON)
+                if module is not None:
+                    module.register_forward_hook(self.hook)
+        # By its batch: a step that comes again after a rollback has another.
+        first = trainer.loader.step_samples(trainer.state.consumed_samples)[0]
+        self.active = first == (self.step - 1) * BATCH
+
+    def hook(self, module, inputs, output):
+        first = output[0] if isinstance(output, tuple) else output
+        if not (self.active and module.training and torch.is_grad_enabled()):
+            return output
+        if self.kind == "gradient":
+            first.register_hook(lambda grad: grad * math.inf)
+            return output
+        changed = first * (math.nan if self.kind == "loss" else 40.0)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+ONE_RANK = {
+    "dp-loss": ("loss", 1, {}),
+    "dp-gradient": ("gradient", 1, {}),
+    "dp-spike": ("spike", 1, {}),
+    "tp-gradient": ("gradient", 1, {"tensor_model_parallel_size": 2}),
+    "tp-loss": ("loss", 0, {"tensor_model_parallel_size": 2}),
+    "pp-loss": ("loss", 1, {"pipeline_model_parallel_size": 2}),
+    "pp-gradient": ("gradient", 1, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def _one_bad_rank(place: str) -> dict[str, tuple[dict, list]]:
+    """On a rank, for each case: its own state at the end, and the events of the run."""
+    found = {}
+    for name, (kind, rank, parallel) in ONE_RANK.items():
+        judged = {"spike_policy": "skip", "spike_after": 4, "spike_zscore": 6.0}
+        data = toy_config(
+            Path(place),
+            run={"dir": place, "name": name},
+            data={"valid": None},
+            train={
+                "steps": 8,
+                "micro_batch_size": 2,
+                "bad_steps": judged if kind == "spike" else {"policy": "rollback"},
+            },
+            parallel=parallel,
+            checkpoint={"interval": 2},
+            optimizer={"lr": 1e-4},
+        )
+        step = 7 if kind == "spike" else BAD_STEP
+        trainer = Trainer(make_config(data), [OneRank(kind, rank, step)])
+        state = asdict(trainer.run())
+        found[name] = state, rows_of(trainer.run_dir)[1]
+        shut_down()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_what_one_rank_alone_does_is_found_the_same_on_all(folder):
+    """Its loss, its gradient, a spike; over data-, tensor- and pipeline-parallel ranks."""
+    first, second = run_distributed(_one_bad_rank, 2, timeout=1800, args=(str(folder),))
+    for name, (kind, rank, _) in ONE_RANK.items():
+        (state, events), (other, _) = first[name], second[name]
+        assert state == other, name
+        assert math.isfinite(sum(state["recent_losses"])), name
+        if kind == "spike":
+            (skip,) = [event for event in events if event["event"] == "skip"]
+            assert "robust standard deviations" in skip["reason"]
+            assert (skip["step"], skip["samples"]) == (7, [48, 55])
+            continue
+        (back,) = [event for event in events if event["event"] == "rollback"]
+        assert (back["step"], back["bad_step"]) == (2, BAD_STEP), name
+        assert state["skip"] == [[24, 31]], name
+        assert state["step"] == 8, name
+        where = f"first in {POISON}"
+        assert where in back["cause"], (name, back["cause"])
+        if not name.startswith("tp"):  # what tensor-parallel ranks share is bad on all of them
+            assert f"(rank {rank})" in back["cause"], (name, back["cause"])
 
 
 def test_an_fp16_overflow_is_no_bad_step(folder, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fused_ops.errors import ConfigError
+from models.precision_config import PrecisionConfig
 from pretrain.comparison.compare import base_row, load_rows
 from pretrain.comparison.gaps import (
     Interval,
@@ -23,6 +24,7 @@ from pretrain.comparison.gaps import (
 from pretrain.comparison.picture import write_html, write_png
 from pretrain.comparison.reference import Reference, judge, read_references, write_reference
 from pretrain.comparison.summary import between_rows, cells, ratios, summarize, table
+from pretrain.config_file import encode
 from pretrain.history import encode_row
 from tools.compare_runs import REFERENCE, main
 
@@ -56,7 +58,7 @@ def write_run(folder, name, seed, factor, recipe, steps=STEPS, **settings):
         "model": {"pattern": "*-", "seq_length": 32},
         "data": {"train": "data/train", "valid": "data/valid"},
         "train": {"steps": STEPS, **settings},
-        "precision": {"recipe": recipe, "rules": [], "plan": None},
+        "precision": encode(PrecisionConfig(recipe=recipe)),
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "environment.json").write_text(

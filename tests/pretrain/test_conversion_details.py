@@ -209,3 +209,20 @@ def test_training_starts_from_an_import(tmp_path):
     assert done.verdict.ok
     before, after = load_file(folder / FILE), load_file(tmp_path / "out" / FILE)
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_3"])
+def test_the_judge_does_not_depend_on_its_chunk(name, tmp_path):
+    """50 tokens in chunks of 8 and of 64: some versions of transformers summed another axis on a
+    CPU where a sequence had more than one chunk, and would have judged a right conversion wrong."""
+    from transformers import AutoModelForCausalLM
+
+    logits = []
+    for size in (8, 64):
+        folder = hf_toys.make_toy(name, tmp_path / str(size), chunk_size=size)
+        judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokens = torch.randint(0, 100, (1, 50), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            logits.append(judge(tokens).logits)
+    assert logits[0].std() > 0.01
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import logging
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pretrain.environment import (
     describe_environment,
     git_state,
     report_absences,
+    unseen_gpus,
     write_environment,
 )
 
@@ -89,3 +91,19 @@ def test_cudnn_of_the_system_before_that_of_the_environment(tmp_path, monkeypatc
     message = cudnn_shadow()
     assert f"{tmp_path}/libcudnn.so.9 comes before {own}" in message
     assert "remove its folder from LD_LIBRARY_PATH" in message
+    assert f"cuDNN on {socket.gethostname()} shadows" in message
+
+
+def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
+    """A run on the CPU beside them is said to be one; not where it was asked for."""
+    monkeypatch.setattr(environment, "_DRIVER_GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert unseen_gpus("cpu") is None
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert unseen_gpus("cuda") is None
+    message = unseen_gpus("cpu")
+    assert message.startswith(f"{socket.gethostname()} has 2 GPUs and torch sees none")
+    assert "nvidia-smi" in message
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert unseen_gpus("cpu") is None

@@ -96,6 +96,20 @@ def test_a_weight_changed_behind_the_codes_is_an_error(tmp_path):
     assert torch.equal(logits(sampler), logits(trainer))
 
 
+def test_another_back_end_is_refused():
+    model = build(0)
+    tensors, formats = pack_weights(model)
+    for gemm in model._gemms:
+        gemm.backend = "transformer_engine"
+    said = "needs the GEMMs of fused_ops.*precision.backend=fused_ops"
+    with pytest.raises(ConfigError, match=said):
+        pack_weights(model)
+    with pytest.raises(ConfigError, match=said):
+        install_weights(model, tensors, formats)
+    with pytest.raises(ConfigError, match=said):
+        CachedModel(model, 1, batch_invariant=True)
+
+
 def test_packed_weights_are_small(tmp_path):
     """Codes and scales take 4.5 bits and a little; what stays high is the rest."""
     tensors, formats = pack_weights(build(0))

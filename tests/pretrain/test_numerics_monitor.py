@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fused_ops import operands
+from fused_ops.keys import OPERANDS
+from fused_ops.operand_error import OPERAND_SUMS
 from pretrain.config import make_config
 from pretrain.data.dataset import open_dataset
 from pretrain.data.loader import TrainLoader
@@ -179,6 +181,22 @@ def test_high_precision_is_watched_for_amax_and_zeros_alone(folder):
     assert set(rows[0]["fprop.x"]) == {"amax"}
     assert rows[0]["zero_gradients"] == 0.0
     assert "fprop" not in rows[0]
+
+
+@pytest.mark.parametrize(("limits", "values"), [((0, 0), 4 * 32 * 64), ((64, 0), 64 * 64)])
+def test_one_micro_batch_and_no_more_than_the_limits_are_looked_at(folder, limits, values):
+    """Of two micro-batches of 4 sequences of 32 tokens with 64 features."""
+    run = _Run(folder, precision={"recipe": "nvfp4"})
+    run.engine.precision_state.set_step(1)
+    watch = NumericsWatch(run.engine, limits, 8)
+    with watch.attached():
+        train_step(run.engine, run.loader.step(0))
+    first = watch.names.index("layers.0.self_attention.linear_qkv")
+    found = watch.reduced()["operands"][first][OPERANDS.index("fprop.x")]
+    assert found[OPERAND_SUMS.index("values")] == values
+    modules = [m for m in run.engine.chunks[0].modules() if hasattr(m, "observer")]
+    assert modules
+    assert all(m.observer is None for m in modules)
 
 
 LAYOUTS = {

@@ -202,6 +202,27 @@ def test_damage_is_seen_and_verify_reads_folders(transformer, tmp_path, capsys):
     assert "input_scale is 0.0, and must be positive" in capsys.readouterr().out
 
 
+def test_what_engines_are_told_is_verified(transformer, tmp_path, capsys):
+    """A layer that engines would look for codes of, or another number of the architecture."""
+    assert export(transformer, tmp_path / "out", verify=False)
+    words = ["verify", str(transformer), str(tmp_path / "out")]
+    for name, place in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
+        path = tmp_path / "out" / name
+        text = path.read_text()
+        about = json.loads(text)
+        listed = about[place]["ignore"] if place else about["quantization"]["exclude_modules"]
+        listed.remove("model.layers.1.mlp.gate")
+        path.write_text(json.dumps(about))
+        assert convert.main(words) == 1
+        assert f"FAILED: {name}: its description of quantized" in capsys.readouterr().out
+        path.write_text(text)
+    path = tmp_path / "out" / "config.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "vocab_size": about["vocab_size"] + 1}))
+    assert convert.main(words) == 1
+    assert "FAILED: configuration: vocab_size" in capsys.readouterr().out
+
+
 def test_packed_folders_are_refused_unless_decoded(transformer, tmp_path):
     checkpoint = open_checkpoint(transformer)
     for layout in ("modelopt", "compressed-tensors"):

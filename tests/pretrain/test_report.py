@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from pretrain.history import encode_row
+from pretrain.report.numerics import cost
 from pretrain.report.page import load_run, main, render_page, write_report
 from tests.pretrain.run_folder import write_run
 
@@ -201,3 +202,12 @@ def test_numerics_are_maps_of_layers_by_steps(run):
     assert len(images) == 2 + 1 + 3, "snr and slope, gradients, three figures of the router"
     width, height = struct.unpack(">II", base64.b64decode(images[0].split(",")[1])[16:24])
     assert (width, height) == (2, 3)
+
+
+def test_the_cost_of_monitoring_is_told():
+    """4 of 40 steps took 3 s where others took 1: 8 s more of 44 (the first tenth is left out)."""
+    rows = [{"step": step} for step in (10, 20, 30, 40)]
+    training = [{"step": s, "seconds": 3.0 if s % 10 == 0 else 1.0} for s in range(1, 41)]
+    assert "took 3.00 times another one: monitoring was 18 %" in cost(rows, training)
+    assert cost(rows, training[:9]) == ""
+    assert cost([], training) == ""

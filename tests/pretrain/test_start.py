@@ -9,15 +9,22 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 
 from fused_ops.errors import ConfigError
-from pretrain import start
+from pretrain import __main__ as program, start
+from pretrain.config import load_config
 from pretrain.start import Record, disagreements, environment_problems
 from tests.distributed import ROOT, free_port
 from tests.toy import make_toy, toy_config
 
-SAME = {"settings": {"optimizer.lr": "0.1"}, "code": "abc", "packages": {"torch": "2.11.0"}}
+SAME = {
+    "settings": {"optimizer.lr": "0.1"},
+    "code": "abc",
+    "packages": {"torch": "2.11.0"},
+    "device": "cuda",
+}
 
 
 def record(rank: int, **changes) -> Record:
@@ -44,6 +51,10 @@ def record(rank: int, **changes) -> Record:
         ),
         ({"problems": ["no GPU here; buy one"]}, ["rank 1 (node-1): no GPU here; buy one"]),
         (
+            {"device": "cpu"},
+            ["rank 1 (node-1): torch sees no GPU there", "nvidia-smi on node-1"],
+        ),
+        (
             {"loopback": True, "settings": {"optimizer.lr": "0.1", "run.device": '"cpu"'}},
             ["setting run.device"],
         ),
@@ -63,6 +74,36 @@ def test_what_all_have_is_said_without_a_host():
     assert disagreements(bad) == ["data.train: no such folder"]
     bad[2].problems.append("no GPU")
     assert disagreements(bad) == ["data.train: no such folder", "rank 2 (node-2): no GPU"]
+
+
+def test_all_ranks_on_the_cpu_are_right():
+    assert disagreements([record(rank, device="cpu") for rank in range(2)]) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [("0", "0", "error: no such folder\n"), ("1", "1", ""), ("8", "0", "error: rank 8 (")],
+)
+def test_the_first_rank_of_every_host_speaks(monkeypatch, capsys, rank, local_rank, said):
+    """Its pod's log may be all that its user looks at; others of the host repeat nothing."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(start, "said_by_first", lambda rank, texts: set(texts))
+    assert program._say(["no such folder"]) == 2
+    written = capsys.readouterr().err
+    assert written.startswith(said)
+    assert ("no such folder" in written) == bool(said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_missing_gpu_is_said_with_its_host(tmp_path):
+    make_toy(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(toy_config(tmp_path, run={"device": "cuda"})))
+    with pytest.raises(ConfigError) as failure:
+        load_config(tmp_path / "run.yaml", (), for_training=True)
+    (text,) = failure.value.problems
+    assert f"torch sees none on {socket.gethostname()}" in text
+    assert "nvidia-smi" in text
 
 
 def test_a_host_that_calls_itself_loopback(monkeypatch):
@@ -130,7 +171,7 @@ def test_a_rank_0_that_is_not_there(monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_with_different_configs_all_say_so(tmp_path):
-    """Each with status 2 within 30 s of the last one's start, naming rank, host and setting."""
+    """Each with status 2, naming rank, host and setting. (How soon: BENCHMARKS, Starting.)"""
     make_toy(tmp_path)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(toy_config(tmp_path)))
@@ -146,10 +187,8 @@ def test_ranks_with_different_configs_all_say_so(tmp_path):
                 text=True,
             )
         )
-    began = time.monotonic()
-    said = [process.communicate(timeout=120)[1] for process in ranks]
+    said = [process.communicate(timeout=900)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2], said
-    assert time.monotonic() - began < 90
     assert "the setting optimizer.lr must be the same on all ranks" in said[0]
     for text in said:
         assert socket.gethostname() in text

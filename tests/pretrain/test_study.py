@@ -146,6 +146,18 @@ def test_a_study_is_cut_killed_and_ends_as_if_it_had_not_been(data, tmp_path, ca
     assert losses[0] == losses[1], "bitwise"
 
 
+def test_what_the_machine_lacks_is_said_before_anything_starts(data, tmp_path, capsys):
+    folder = write_study(tmp_path / "s", data)
+    words = [str(folder), "--cpu", "--runs", str(tmp_path / "runs")]
+    assert main([*words, f"data.train={tmp_path / 'nothing'}", "--per-gpu", "0"]) == 2
+    errors = capsys.readouterr().err
+    assert "toy: data.train" in errors
+    assert "--per-gpu must be at least 1" in errors
+    assert main([*words, "--gpus", "99", "--only", "nobody"]) == 2
+    assert "no run has 'nobody'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_one_run_to_its_end_and_a_failed_one(data, tmp_path):
     study = load_study(write_study(tmp_path / "s", data), tmp_path / "runs")

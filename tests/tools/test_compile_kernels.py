@@ -35,6 +35,13 @@ def test_every_quantizer_is_compiled_in_both_directions():
     assert len(rows) >= 8
 
 
+def test_a_kernel_that_needs_more_shared_memory_than_there_is_fails(monkeypatch, capsys):
+    """It would crash at its first launch: sm_120 has 99 KiB where sm_90 has 227."""
+    monkeypatch.setitem(compile_kernels.SHARED_MEMORY, "sm_120", -1)
+    assert compile_kernels.main(["--target", "sm_120", "--only", "amax_flat"]) == 1
+    assert "bytes of shared memory, and a program has -1 on sm_120" in capsys.readouterr().out
+
+
 def test_kernels_of_experts_are_listed():
     """Both kinds of product on both kinds of cores, by descriptors and by pointers."""
     labels = [v.label for v in compile_kernels.variants() if v.op == "scaled_matmul"]

@@ -50,8 +50,10 @@ def test_the_examples_are_what_render_writes(kind, capsys, monkeypatch):
         {"nodes": 2, "gpus_per_node": 0, "processes_per_node": 2},
         {"rdma": "nvidia.com/hostdev=4", "host_network": True, "memory": "900Gi"},
         {"name": "big", "namespace": "team", "data_claim": "d", "runs_claim": "r"},
+        {"nodes": 768, "gpus_per_node": 1, "cpus": "500m", "memory": "100Gi", "time": "1-0"},
+        {"nodes": 3, "gpus_per_node": 1, "restarts": 0, "shm_size": "1.5Gi"},
     ],
-    ids=["plain", "one-node", "cpu", "fabric", "claims"],
+    ids=["plain", "one-node", "cpu", "fabric", "claims", "many", "odd"],
 )
 def test_whatever_is_rendered_passes_the_check(render, options):
     parallel = ["parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false"]
@@ -104,6 +106,19 @@ def test_the_run_file_travels_whole():
         ({"image": "user:hunter2hunter2@registry/x"}, [], "--image must be"),
         ({"image": "Nibble:1"}, [], "in lower case"),
         ({"restarts": -1}, [], "--restarts must be at least 0"),
+        ({"gpus_per_node": 0, "processes_per_node": -1}, [], "--processes-per-node must be at"),
+        ({"cpus": "-4"}, [], "--cpus must be a quantity"),
+        ({"memory": "0"}, [], "--memory must be a quantity"),
+        ({"shm_size": "1Mi"}, [], "--shm-size must be at least 1Gi"),
+        ({"rdma": "rdma/ib=0"}, [], "such as rdma/ib=1"),
+        ({"namespace": "My NS"}, [], "--namespace names something in the cluster"),
+        ({"secret": "A B"}, [], "--secret names something"),
+        ({"data_claim": "Bad_Name"}, [], "--data-claim names something"),
+        ({"partition": "a b;rm -rf x"}, [], "--partition must be a name"),
+        ({"account": "$(id)"}, [], "--account must be a name"),
+        ({"config_folder": "rel/x"}, [], "--config-folder must begin with /"),
+        ({"config_folder": "/runs"}, [], "neither it nor /runs may hold"),
+        ({"config_folder": "/data/shards/x"}, [], "neither it nor /data/shards may hold"),
         ({}, ["data.valid=/other/valid"], "must lie below one folder"),
         ({}, ["run.dir=/data/shards/runs"], "neither may hold the other"),
         ({}, ["optimizer.lr=-1"], "optimizer.lr must be positive"),
@@ -114,6 +129,14 @@ def test_what_would_fail_on_the_cluster_fails_here(options, overrides, words):
     with pytest.raises(ConfigError) as failure:
         job(*overrides, **options)
     assert any(words in text for text in failure.value.problems), failure.value.problems
+
+
+def test_what_the_check_would_refuse_is_not_rendered(capsys):
+    words = ["--nodes=16", "--image=r/nibble:1", "--shm-size=2Ti", "--memory=1Ti"]
+    assert main(["render", "pytorchjob", str(ROOT / RUN), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "counts as the container's memory, whose limit is 1Ti" in said.err
 
 
 def test_a_secret_of_the_environment_is_never_rendered(monkeypatch, tmp_path):

@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from tools.launch.check import check_file
+from tools.launch.check import check_file, check_text
 from tools.launch.reach import reach_problems
 
 _USAGE = (
@@ -136,6 +136,9 @@ def _render(chosen: argparse.Namespace) -> int:
         "slurm": render_slurm,
     }
     text = writers[chosen.kind](job)
+    wrong = [finding.text for finding in check_text(text, chosen.kind) if finding.rank == 0]
+    if wrong:
+        raise ConfigError([f"what these options make is wrong: {text}" for text in wrong])
     if not chosen.output:
         print(text, end="")
         return 0

@@ -49,7 +49,7 @@ def render_slurm(job: Job) -> str:
         "nodes": options.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": options.gpus_per_node or None,
-        "cpus-per-task": options.cpus,
+        "cpus-per-task": _whole(options.cpus),
         "mem": _memory(options.memory),
         "exclusive": True,
         "partition": options.partition,
@@ -101,3 +101,9 @@ def _memory(quantity: str | None) -> str | None:
         if amount % size == 0:
             return f"{int(amount // size)}{unit}"
     return f"{math.ceil(amount / 2**10)}K"
+
+
+def _whole(quantity: str | None) -> int | None:
+    """CPUs, of which Slurm gives whole ones."""
+    amount = as_number(quantity) if quantity else None
+    return None if amount is None else math.ceil(amount)

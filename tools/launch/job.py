@@ -13,7 +13,7 @@ from pretrain.config import PretrainConfig, layout_start_problems, make_config
 from pretrain.config_file import apply_overrides, parse_overrides, read_yaml
 from pretrain.redact import holds_secret, mask_secrets, mask_text
 from tools.launch.documents import write_documents
-from tools.launch.pod_rules import IMAGE
+from tools.launch.pod_rules import IMAGE, MIN_SHM
 from tools.launch.structure import as_number
 
 
@@ -148,58 +148,114 @@ def _data_paths(config: PretrainConfig) -> list[str]:
     return found
 
 
-def _option_problems(options: Options, job: Job) -> list[str]:
-    found = []
+class _Rules(list[str]):
+    """Problems, as rules are asked one after the other."""
 
-    def rule(holds: bool, text: str) -> None:
+    def ask(self, holds: object, text: str) -> None:
+        """Adds `text` unless the rule holds."""
         if not holds:
-            found.append(text)
+            self.append(text)
 
-    rule(options.nodes >= 1, f"--nodes must be at least 1; got {options.nodes}")
-    rule(options.gpus_per_node >= 0, f"--gpus-per-node must be >= 0; got {options.gpus_per_node}")
-    processes = options.processes_per_node
-    rule(
-        processes is None or not options.gpus_per_node or processes == options.gpus_per_node,
-        f"each process has its own GPU; got --processes-per-node {processes} with --gpus-per-node "
-        f"{options.gpus_per_node}; remove --processes-per-node",
+
+def _option_problems(options: Options, job: Job) -> list[str]:
+    rules = _Rules()
+    rules.ask(options.nodes >= 1, f"--nodes must be at least 1; got {options.nodes}")
+    gpus, processes = options.gpus_per_node, options.processes_per_node
+    rules.ask(gpus >= 0, f"--gpus-per-node must be >= 0; got {gpus}")
+    rules.ask(
+        processes is None or processes >= 1,
+        f"--processes-per-node must be at least 1; got {processes}",
     )
-    longest = 63 - len(f"-worker-{options.nodes}")
-    rule(
-        bool(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name)) and len(job.name) <= longest,
+    rules.ask(
+        processes is None or not gpus or processes == gpus,
+        f"each process has its own GPU; got --processes-per-node {processes} with --gpus-per-node "
+        f"{gpus}; remove --processes-per-node",
+    )
+    rules.ask(options.restarts >= 0, f"--restarts must be at least 0; got {options.restarts}")
+    rules.ask(
+        re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time),
+        f"--time must be Slurm's, such as 24:00:00; got {options.time!r}",
+    )
+    return [*rules, *_size_problems(options), *_name_problems(options, job), *_place_problems(job)]
+
+
+def _size_problems(options: Options) -> list[str]:
+    rules = _Rules()
+    for name in ("shm_size", "storage", "memory", "cpus"):
+        value = getattr(options, name)
+        rules.ask(
+            value is None or (as_number(value) or 0) > 0,
+            f"--{name.replace('_', '-')} must be a quantity such as 64Gi; got {value!r}",
+        )
+    shm = as_number(options.shm_size)
+    rules.ask(
+        shm is None or shm >= MIN_SHM,
+        f"--shm-size must be at least 1Gi, or workers die of a bus error; got {options.shm_size}",
+    )
+    rules.ask(
+        options.rdma is None or re.fullmatch(r"[\w.\-]+/[\w.\-]+(=[1-9]\d*)?", options.rdma),
+        f"--rdma must be RESOURCE or RESOURCE=COUNT, such as rdma/ib=1; got {options.rdma!r}",
+    )
+    return rules
+
+
+def _name_problems(options: Options, job: Job) -> list[str]:
+    rules, longest = _Rules(), 63 - len(f"-worker-{options.nodes}")
+    rules.ask(
+        re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) and len(job.name) <= longest,
         f"--name must be lower-case letters, digits and dashes, at most {longest}; got "
         f"{job.name!r}; --name {label(job.name)[:longest]}",
     )
-    rule(
-        options.image is None or bool(IMAGE.match(options.image)),
+    rules.ask(
+        options.image is None or IMAGE.match(options.image),
         f"--image must be REGISTRY/NAME:TAG, folders and name in lower case; got {options.image!r}",
     )
-    for name in ("shm_size", "storage", "memory", "cpus"):
+    named = ("namespace", "secret", "runtime", "storage_class", "data_claim", "runs_claim")
+    for name in named:
         value = getattr(options, name)
-        rule(
-            value is None or as_number(value) is not None,
-            f"--{name.replace('_', '-')} must be a quantity such as 64Gi; got {value!r}",
+        rules.ask(
+            value is None or re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", value),
+            f"--{name.replace('_', '-')} names something in the cluster: lower-case letters, "
+            f"digits, dashes and dots; got {value!r}",
         )
-    rule(options.restarts >= 0, f"--restarts must be at least 0; got {options.restarts}")
-    rule(
-        options.rdma is None or bool(re.fullmatch(r"[\w.\-]+/[\w.\-]+(=\d+)?", options.rdma)),
-        f"--rdma must be RESOURCE or RESOURCE=COUNT, such as rdma/ib=1; got {options.rdma!r}",
-    )
-    rule(
-        bool(re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time)),
-        f"--time must be Slurm's, such as 24:00:00; got {options.time!r}",
-    )
-    data, runs = job.data_mount, job.runs_mount
-    rule(
+    for name in ("partition", "account"):
+        value = getattr(options, name)
+        rules.ask(
+            value is None or re.fullmatch(r"[\w.,@+:/-]+", value),
+            f"--{name} must be a name that Slurm knows; got {value!r}",
+        )
+    return rules
+
+
+def _place_problems(job: Job) -> list[str]:
+    rules, options = _Rules(), job.options
+    data, runs, config = job.data_mount, job.runs_mount, options.config_folder.rstrip("/")
+    for name, value in (("workdir", options.workdir), ("config-folder", config)):
+        rules.ask(value.startswith("/"), f"--{name} must begin with /; got {value!r}")
+    rules.ask(
         data != "/",
         f"the data must lie below one folder, where a volume is mounted; got "
         f"{', '.join(_data_paths(job.config))}; put it there, or set data.train and data.valid",
     )
-    rule(
-        data is None or posixpath.commonpath([data, runs]) not in (data, runs),
+    rules.ask(
+        data is None or not data.startswith("/") or not _overlap(data, runs),
         f"run.dir and the data are two volumes, and neither may hold the other; got {runs} and "
         f"{data}; set run.dir",
     )
-    return found
+    for other in (runs, data, "/dev/shm", options.workdir):
+        rules.ask(
+            not other or not config.startswith("/") or not _overlap(config, other),
+            f"--config-folder is a volume of its own, and neither it nor {other} may hold the "
+            f"other; got {config}; try /cfg",
+        )
+    return rules
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one of two folders holds the other."""
+    if one.startswith("/") != other.startswith("/"):
+        return False
+    return posixpath.commonpath([one, other]) in (one.rstrip("/"), other.rstrip("/"))
 
 
 def _secret_problems(job: Job, data: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ _GPU = re.compile(
 )
 _RDMA = re.compile(r"rdma|infiniband|hostdev|(^|[/_-])(ib|roce|sriov)|efa", re.IGNORECASE)
 _NATIVE = re.compile(r"^(cpu|memory|ephemeral-storage|hugepages-\w+)$")
-_MIN_SHM = 2**30
+MIN_SHM = 2**30
 # What torchrun allows its workers to save after SIGTERM.
 _GRACE_SECONDS = 30
 
@@ -284,7 +284,7 @@ def _check_shm_volume(pod: Pod, name: str, path: Path, found: Findings) -> None:
             return
         size = as_number(empty_dir.get("sizeLimit", "64Gi"))
         memory = as_number(at(pod.resources, "limits").get("memory", "1E"))
-        if size is not None and size < _MIN_SHM:
+        if size is not None and size < MIN_SHM:
             found.error(
                 (*here, "emptyDir", "sizeLimit"),
                 f"/dev/shm needs at least 1Gi; got {empty_dir['sizeLimit']}; raise it",

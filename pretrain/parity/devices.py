@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run on a CPU and on a GPU from one seed: losses beside the band of other orders of sums.
+
+Losses part as trajectories of rounded numbers do, so no bound is written here: the measure is what
+the same device gives when its GEMMs sum in another order (`pretrain.parity.orders`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fused_ops.errors import ConfigError
+from pretrain.data.manifest import MANIFEST_NAME, Manifest
+from pretrain.data.writer import write_shard
+from pretrain.history import METRICS_FILE, read_metrics
+
+EOD, VOCAB = 256, 257
+MODEL = {
+    "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2,
+    "kv_channels": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "mamba_num_groups": 1,
+    "mamba_state_dim": 32,
+}  # fmt: skip
+ORDERS = (1, 2)
+"""Seeds of other orders: the band is the larger of their differences from the plain one."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """|difference of losses| of two runs over their steps."""
+
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One recipe: two devices, and two orders of sums on one of them."""
+
+    recipe: str
+    steps: int
+    first: float
+    """Loss of the first step, and of the last, on the reference."""
+    last: float
+    devices: Gap | None
+    """None on a machine without a GPU: there is one device."""
+    band: Gap
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the devices lie within the band times `BAND_FACTOR`, as layouts must."""
+        from pretrain.parity.matrix import BAND_FACTOR  # loads megatron-core
+
+        return self.devices is None or self.devices.mean <= BAND_FACTOR * self.band.mean
+
+
+def write_bytes(text: Path, folder: Path, most: int) -> Path:
+    """Token shards of JSON lines, one token a byte: the documents that fit into `most` bytes."""
+    pieces, total = [], 0
+    with open(text) as stream:
+        for line in stream:
+            content = json.loads(line)["text"].encode("utf-8", "replace")
+            if total + len(content) >= most:
+                continue
+            pieces.append(np.append(np.frombuffer(content, np.uint8).astype(np.uint16), EOD))
+            total += len(pieces[-1])
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
+    folder.mkdir(parents=True, exist_ok=True)
+    shard = write_shard(folder, "shard-000", np.concatenate(pieces).astype(np.uint16), lengths)
+    manifest = Manifest(tokenizer_fingerprint=None, vocab_size=VOCAB, eod_id=EOD, shards=[shard])
+    (folder / MANIFEST_NAME).write_text(manifest.model_dump_json())
+    return folder
+
+
+def run_file(data: Path, runs: Path, pattern: str, steps: int) -> dict[str, Any]:
+    """The run of all comparisons: small enough for a CPU, BF16 activations, real text."""
+    return {
+        "run": {"name": "one", "dir": str(runs), "seed": 1234},
+        "model": {
+            "pattern": pattern, "seq_length": 128, "position_embedding": "rope",
+            "tie_embeddings": True, "megatron": MODEL,
+        },
+        "data": {"train": str(data)},
+        "train": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 8, "dtype": "bf16"},
+        "optimizer": {
+            "lr": 2e-3, "min_lr": 2e-4, "warmup_steps": max(1, steps // 10), "schedule": "cosine",
+        },
+        "checkpoint": {"interval": 0},
+        "log": {"progress": "none", "report": False},
+    }  # fmt: skip
+
+
+def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: int = 0) -> Any:
+    """fp64 losses of every step of a run in a process of its own.
+
+    Raises:
+        ConfigError: the run failed; with its last words.
+    """
+    module = ["pretrain.parity.ordered", str(order)] if order else ["pretrain"]
+    settings = [*overrides, f"run.name={name}", f"run.device={'cuda' if gpu else 'cpu'}"]
+    command = [sys.executable, "-m", *module, str(config), *settings]
+    environment = os.environ if gpu else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(
+            f"a run must end before it can be compared; {name} ended with status "
+            f"{done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
+    rows = read_metrics(config.parent / "runs" / name / METRICS_FILE)
+    return np.array([float(row["loss"]) for row in rows if "loss" in row])
+
+
+def gap(one: Any, other: Any) -> Gap:
+    """Of two series of losses, which must be as long."""
+    assert len(one) == len(other) > 0, f"runs of {len(one)} and {len(other)} steps"
+    difference = np.abs(one - other)
+    return Gap(float(difference.max()), float(difference.mean()))
+
+
+def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
+    """Trains `config` in one recipe on every device that there is, and in other orders.
+
+    Args:
+        config: a run file of `run_file`, in the folder that holds its `runs`.
+        recipe: a name, and after a colon how Hopper decodes it.
+        gpu: whether there is one; else the CPU is compared with itself.
+    """
+    name, _, decode = recipe.partition(":")
+    overrides = [f"precision.recipe={name}", *([f"precision.decode={decode}"] if decode else [])]
+    label = recipe.replace(":", "_")
+    cpu = losses(config, f"{label}-cpu", overrides, False)
+    base = losses(config, f"{label}-gpu", overrides, True) if gpu else cpu
+    others = [
+        gap(base, losses(config, f"{label}-order{seed}", overrides, gpu, seed)) for seed in ORDERS
+    ]
+    band = Gap(max(o.largest for o in others), max(o.mean for o in others))
+    devices = gap(cpu, base) if gpu else None
+    return Comparison(recipe, len(cpu), float(cpu[0]), float(cpu[-1]), devices, band)
+
+
+def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
+    """The data and the run file of a comparison in `folder`; returns the file."""
+    data = write_bytes(text, folder / "data", most=8 * 129 * (steps + 8) * 2)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run_file(data, folder / "runs", pattern, steps)))
+    return path

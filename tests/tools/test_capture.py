@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of a real step, saved and multiplied again."""
+
+import pytest
+import torch
+import yaml
+
+from fused_ops.formats import OperandSpec
+from fused_ops.quantize import quantize
+from pretrain import captured
+from pretrain.captured import exact_product, gemm_tensors, load_layers, product_errors
+from tests import toy
+from tools import bench_captured, capture
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("capture")
+    toy.write_toy_data(folder / "train")
+    config = toy.toy_config(folder, data={"train": str(folder / "train"), "valid": None})
+    config["train"]["dtype"] = "bf16"
+    config["precision"] = {"recipe": "nvfp4_fast"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    before = sorted(folder.rglob("*"))
+    arguments = ["--step", "3", "--layers", "*.linear_fc1,*.linear_proj", "optimizer.lr=1e-3"]
+    status = capture.main([str(folder / "run.yaml"), str(folder / "out.pt"), *arguments])
+    assert status == 0
+    assert sorted(folder.rglob("*")) == sorted([*before, folder / "out.pt"])
+    return folder / "out.pt"
+
+
+def test_what_is_captured(saved):
+    layers = load_layers(saved)
+    assert list(layers) == [
+        "layers.0.self_attention.linear_proj", "layers.1.mlp.linear_fc1"
+    ]  # fmt: skip
+    layer = layers["layers.1.mlp.linear_fc1"]
+    tokens = 4 * toy.SEQ_LENGTH
+    sizes = {name: tuple(t.flatten(0, -2).shape) for name, t in layer.items()}
+    assert sizes == {"x": (tokens, 64), "w": (256, 64), "dy": (tokens, 256)}
+    assert {t.dtype for t in layer.values()} == {torch.bfloat16}
+    # The input of fc1 is what a norm has left.
+    rms = layer["x"].float().square().mean(-1).sqrt()
+    torch.testing.assert_close(rms, torch.ones_like(rms), rtol=0.1, atol=0)
+    assert float(layer["dy"].abs().max()) > 0
+
+
+def test_errors_of_products(saved):
+    layer = load_layers(saved)["layers.1.mlp.linear_fc1"]
+    found = {(e.gemm, e.way): e for e in product_errors("fc1", layer, 64, "cpu")}
+    assert len(found) == 9
+    for (gemm, way), error in found.items():
+        if "fp8" not in way:
+            # FP32 sums of exact products: they may only differ where BF16 rounds.
+            assert error.identical > 0.99, (gemm, way)
+            assert abs(error.excess) < 1e-3, (gemm, way)
+            assert error.squared < 2**-16, (gemm, way)
+    fp8 = found["fprop", "nvfp4_fast, decode fp8"]
+    assert fp8.identical < 0.9, "E4M3 rounds what 4over6 gives"
+    assert 1e-5 < fp8.squared < 1e-2
+    assert fp8.largest < 0.1
+
+
+def test_the_errors_are_those_of_a_product_written_out():
+    torch.manual_seed(0)
+    layer = {"x": torch.randn(32, 64), "w": torch.randn(48, 64), "dy": torch.randn(32, 48)}
+    a, b = gemm_tensors(layer, 16)["fprop"]
+    spec = OperandSpec(format="nvfp4")
+    qa, qb = quantize(a, spec), quantize(b, spec)
+    want = qa.dequantize().double() @ qb.dequantize().double().t()
+    torch.testing.assert_close(exact_product(qa, qb), want, rtol=1e-5, atol=1e-5)
+    sizes = {gemm: [tuple(t.shape) for t in pair] for gemm, pair in gemm_tensors(layer, 16).items()}
+    assert sizes == {
+        "fprop": [(16, 64), (16, 64)], "dgrad": [(16, 48), (16, 48)], "wgrad": [(16, 32), (16, 32)]
+    }  # fmt: skip
+
+
+def test_a_wrong_product_is_seen(monkeypatch):
+    torch.manual_seed(0)
+    layer = {"x": torch.randn(32, 64), "w": torch.randn(48, 64), "dy": torch.randn(32, 48)}
+    monkeypatch.setattr(
+        captured, "scaled_matmul", lambda a, b, **_: exact_product(a, b).bfloat16() * 1.5
+    )
+    for error in product_errors("x", layer, 32, "cpu"):
+        assert error.identical < 0.01
+        assert 0.2 < error.squared < 0.3
+        assert error.excess > 0.5
+
+
+def test_the_benchmark_prints_the_errors_without_a_gpu(saved, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, and its speed would be measured")
+    assert bench_captured.main([str(saved), "--rows", "32"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("identical") == 18
+    assert "layers.1.mlp.linear_fc1: x (128, 64), kurtosis" in text
+    assert "was not measured" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--layers", "layers.7.*"],
+            "--layers must match a linear layer; layers.7.* match none of",
+        ),
+        (["--step", "0"], "--step must be at least 1, got 0"),
+    ],
+)
+def test_mistakes(saved, arguments, message, capsys):
+    config = saved.parent / "run.yaml"
+    assert capture.main([str(config), str(saved.parent / "no.pt"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (saved.parent / "no.pt").exists()
+
+
+def test_a_file_of_something_else(tmp_path, capsys):
+    path = tmp_path / "other.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    for file in (path, tmp_path / "nothing.pt"):
+        assert bench_captured.main([str(file)]) == 2
+        assert "must be a file of tools.capture" in capsys.readouterr().err

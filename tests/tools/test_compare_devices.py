@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on two devices beside the band of other orders of sums."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pretrain.parity import devices
+from pretrain.parity.devices import Comparison, Gap, gap, write_bytes
+from tools import compare_devices
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.jsonl"
+    words = ["def ", "return ", "x", "(y)", "\n", "import é"]
+    rng = np.random.default_rng(0)
+    lines = ["".join(rng.choice(words, 400)) for _ in range(20)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+def test_bytes_become_tokens(text, tmp_path):
+    from pretrain.data.manifest import load_manifest
+
+    folder = write_bytes(text, tmp_path / "data", most=4000)
+    manifest = load_manifest(folder)
+    assert (manifest.vocab_size, manifest.eod_id) == (257, 256)
+    first = json.loads(text.read_text().splitlines()[0])["text"].encode()
+    stored = np.fromfile(next(folder.glob("shard-000*.bin")), np.uint16)
+    assert stored[: len(first)].tolist() == list(first)
+    assert stored[len(first)] == 256
+    assert len(stored) <= 4100
+
+
+def test_gaps():
+    assert gap(np.array([1.0, 2.0, 4.0]), np.array([1.0, 2.5, 3.0])) == Gap(1.0, 0.5)
+    apart = Comparison("nvfp4", 3, 5.0, 4.0, devices=Gap(1.0, 0.7), band=Gap(1.0, 0.2))
+    assert not apart.is_within
+    assert Comparison("nvfp4", 3, 5.0, 4.0, devices=None, band=Gap(1.0, 0.2)).is_within
+
+
+def test_a_table_with_two_devices(text, monkeypatch, capsys):
+    """What is compared with what, the runs themselves replaced."""
+
+    def losses(config, name, overrides, gpu, order=0):
+        shift = {"cpu": 0.0, "gpu": 0.01, "order1": 0.03, "order2": 0.02}[name.split("-")[1]]
+        assert gpu == (not name.endswith("cpu"))
+        assert overrides == ["precision.recipe=nvfp4_fast", "precision.decode=fp8"]
+        return np.array([5.0, 4.0]) + shift
+
+    monkeypatch.setattr(devices, "losses", losses)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    arguments = ["--steps", "2", "--recipes", "nvfp4_fast:fp8", "--text", str(text)]
+    assert compare_devices.main(arguments) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[:7] == [
+        "nvfp4_fast:fp8", "5.000", "4.000", "1.00e-02", "1.00e-02", "2.00e-02", "2.00e-02"
+    ]  # fmt: skip
+
+
+def test_devices_far_apart_fail(text, monkeypatch, capsys):
+    found = Comparison("bf16", 2, 5.0, 4.0, devices=Gap(1.0, 0.5), band=Gap(0.1, 0.1))
+    monkeypatch.setattr(devices, "compare", lambda config, recipe, gpu: found)
+    assert compare_devices.main(["--recipes", "bf16", "--text", str(text)]) == 1
+    assert "FURTHER APART" in capsys.readouterr().out
+
+
+def test_mistakes(capsys):
+    assert compare_devices.main(["--text", "nothing"]) == 2
+    assert "--text must be a file of tools.quickstart_text" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_cpu_against_cpu_in_other_orders(text, capsys):
+    arguments = ["--steps", "3", "--recipes", "nvfp4", "--pattern", "*-", "--text", str(text)]
+    assert compare_devices.main(arguments) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[0] == "nvfp4"
+    assert row[3:5] == ["-", "-"]
+    assert 0 < float(row[6]) <= float(row[5]) < 0.1
+    assert 4 < float(row[2]) < 6.5

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves what GEMMs of a real training step multiply: `python -m tools.capture CONFIG OUT.pt`.
+
+python -m tools.capture examples/quickstart.yaml operands.pt --step 20 --layers "layers.1.*"
+
+Trains CONFIG up to a step and keeps X, W and dY of the named layers in it, as they are before any
+quantization (`python -m tools.bench_captured OUT.pt` measures on them). The
+run's own folder is left alone: the training here leaves nothing but OUT.pt. `checkpoint.load=...`
+starts from the weights of a run; other settings are overridden likewise. One process.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from fused_ops.errors import ConfigError
+from pretrain import cpu_compat
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.capture",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("output", type=Path, metavar="OUT.pt")
+    parser.add_argument("--step", type=int, default=20, help="step to look at (%(default)s)")
+    parser.add_argument("--layers", default="*", help="names, with *, between commas (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.WARNING)
+    warnings.simplefilter("ignore")
+    cpu_compat.enable()
+    try:
+        _capture(options)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _capture(options: argparse.Namespace) -> None:
+    import torch
+
+    from pretrain.captured import Capture
+    from pretrain.config import load_config
+    from pretrain.initialize import shut_down
+    from pretrain.trainer import Trainer
+
+    if options.step < 1:
+        raise ConfigError(f"--step must be at least 1, got {options.step}")
+    if not options.output.parent.is_dir():
+        raise ConfigError(f"OUT.pt must lie in a folder that exists; {options.output} does not")
+    capture = Capture(options.step, [p.strip() for p in options.layers.split(",")])
+    with tempfile.TemporaryDirectory() as folder:
+        own = (
+            f"run.dir={folder}", f"train.steps={options.step}", "train.eval_interval=0",
+            "data.valid=null", "checkpoint.interval=0", "log.report=false",
+        )  # fmt: skip
+        config = load_config(options.config, [*options.overrides, *own], for_training=True)
+        try:
+            Trainer(config, callbacks=[capture]).run()
+        finally:
+            shut_down()
+    if not all(capture.layers.values()):
+        raise ConfigError(
+            f"step {options.step} must be one that is trained; the run starts behind it: choose a "
+            "later --step"
+        )
+    torch.save({"config": options.config, "step": options.step, "layers": capture.layers},
+               options.output)  # fmt: skip
+    for name, layer in capture.layers.items():
+        sizes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in layer.items())
+        print(f"{name}: {sizes}")
+    print(f"{options.output}: {options.output.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":  # saving a checkpoint starts processes that import this file
+    sys.exit(main())
