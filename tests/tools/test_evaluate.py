@@ -105,7 +105,7 @@ def test_answers_end_at_the_first_stop(opened):
         new = greedy_text(opened, ids, 8)[len(ids) :]
         new = new[: new.index(0)] if 0 in new else new
         expected[text] = opened.tokenizer.decode(new)
-    settings = {"until": [], "max_gen_toks": 8, "do_sample": False}
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": False, "num_beams": 1}
     found = answers.generate_until([request(text, settings) for text in expected])
     assert found == list(expected.values())
     stop = expected["w9"].split()[3]
