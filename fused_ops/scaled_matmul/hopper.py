@@ -104,8 +104,13 @@ def decoded_form(a: OperandSpec, b: OperandSpec, rows: tuple[int, int], decode: 
     """
     if any(spec.format != "nvfp4" or spec.row_scaled for spec in (a, b)):
         return "codes"
-    fp8 = decode == "fp8" or (a.is_pow2 and b.is_pow2)
-    return "bf16" if not fp8 or any(n % 16 for n in rows) else "fp8"
+    exact = a.is_pow2 and b.is_pow2
+    if decode != "fp8" and not exact:
+        return "bf16"
+    if not any(n % 16 for n in rows):
+        return "fp8"
+    # On BF16 cores: values that are to be rounded to E4M3 first are rounded when codes are decoded.
+    return "bf16" if exact else "codes"
 
 
 def fp8_operand(operand: QuantizedTensor | DecodedTensor) -> tuple[Tensor, int]:

@@ -17,6 +17,7 @@ from fused_ops.quantize import (
     triton_backend,
 )
 from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.scaled_matmul.hopper import decoded_form
 from fused_ops.testing import assert_bitwise_equal, assert_close
 
 KEYS = ((0xDEADBEEF, 0x01234567), (0x0BADCAFE, 0x76543210))
@@ -70,6 +71,21 @@ def assert_same(got, want, what=""):
         assert_bitwise_equal(got.scales.cpu(), want.scales.cpu(), f"{what} scales")
     if want.out_of_range is not None:
         assert_bitwise_equal(got.out_of_range.cpu(), want.out_of_range.cpu(), f"{what} range")
+
+
+def test_ragged_products_round_what_is_to_be_rounded():
+    """Off the FP8 cores too, decode fp8 rounds values that E4M3 does not hold: codes are decoded
+    so, where a quantizer's bf16 form would be exact."""
+    plain, pow2 = SPECS["1x16"], SPECS["pow2 sr"]
+    for a, b, decode, whole, ragged in (
+        (plain, plain, "exact", "bf16", "bf16"),
+        (plain, plain, "fp8", "fp8", "codes"),
+        (plain, pow2, "fp8", "fp8", "codes"),
+        (pow2, pow2, "exact", "fp8", "bf16"),
+        (pow2, pow2, "fp8", "fp8", "bf16"),
+    ):
+        assert decoded_form(a, b, (32, 48), decode) == whole
+        assert decoded_form(a, b, (32, 50), decode) == ragged
 
 
 @each_spec
