@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,10 @@ torch.set_num_threads(1)
 from pretrain import cpu_compat  # noqa: E402  (before any import of megatron.core)
 
 cpu_compat.enable()
+
+# A machine that is busy is no failure.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens go to their experts in codes: `precision.communicate: packed` with power-of-two scales.
+"""Tokens to their experts and back, on megatron-core's dispatcher.
 
-A block of NVFP4 with a power-of-two scale is its own: its codes depend on no other token, so a
+Copies of a token are summed in FP32 and rounded once, in the order of its experts, forward and
+backward (`fused_ops.gather`). Where one rank has all experts nothing is sorted a second time.
+
+With `precision.communicate: packed` and power-of-two scales tokens go to other ranks in codes: a
+block of NVFP4 with a power-of-two scale is its own: its codes depend on no other token, so a
 sender can quantize what the expert would. What the codes decode to is exact in BF16, and quantizing
 it again gives the same values (its blocks lie on the grid already): the forward computes the same
 bits. wgrad reads X along the tokens, which are not together before they have arrived: it must be
@@ -23,6 +27,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.gather import Places, sum_rows, take_rows
 from fused_ops.quantize import operand_amax, quantize
 from fused_ops.recipe import GemmRecipe
 
@@ -41,14 +46,15 @@ def dispatch_reason(recipe: GemmRecipe, features: int) -> str | None:
     return None
 
 
-class PackedDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's dispatcher, whose first exchange moves codes where the experts' recipe can.
+class TokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron-core's all-to-all dispatcher with our sums, and our exchange where it is packed.
 
     `experts` is set by the layer that owns both.
     """
 
     experts: Any
     tokens_per_expert: Any
+    places: Places
 
     @classmethod
     def adopt(cls, dispatcher: Any, experts: Any) -> None:
@@ -59,6 +65,62 @@ class PackedDispatcher(MoEAlltoAllTokenDispatcher):
         if type(dispatcher) is MoEAlltoAllTokenDispatcher:
             dispatcher.__class__ = cls
             dispatcher.experts = experts
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether megatron-core's own permutation is needed: copies that are padded or cut."""
+        config = self.config
+        padded = config.moe_router_padding_for_quantization or self.drop_and_pad
+        return bool(padded or config.moe_permute_fusion)
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [s, b, h] -> copies [n, h] in the order of experts, and their probabilities."""
+        if self._is_elsewhere:
+            found: tuple[Tensor, Tensor] = super().dispatch_preprocess(
+                hidden_states, routing_map, probs
+            )
+            return found
+        self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        self.tokens_per_expert = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_permutation_1", self.tokens_per_expert
+        )
+        by_expert = routing_map.T.reshape(-1).argsort(descending=True, stable=True)
+        by_expert = by_expert[: self.num_out_tokens]
+        self.places = Places(by_expert % len(tokens), len(tokens))
+        return take_rows(tokens, self.places), probs.T.reshape(-1)[by_expert]
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """Copies as they have arrived -> in the order of this rank's experts, with their counts."""
+        if self.ep_size * self.tp_size > 1:
+            found: tuple[Tensor, Any, Tensor] = super().dispatch_postprocess(tokens, probs)
+            return found
+        counts = self.tokens_per_expert
+        for point in ("before_permutation_2", "before_finish"):
+            counts = self._maybe_dtoh_and_synchronize(point, counts)
+        self.tokens_per_expert = None
+        return tokens, counts, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Results in the order of this rank's experts -> in that in which copies arrived."""
+        if self.ep_size * self.tp_size > 1:
+            hidden_states = super().combine_preprocess(hidden_states)
+        return hidden_states
+
+    def combine_postprocess(self, copies: Tensor) -> Tensor:
+        """Results of all copies [n, h] -> their sum for each token [s, b, h]."""
+        if self._is_elsewhere:
+            whole: Tensor = super().combine_postprocess(copies)
+            return whole
+        total = sum_rows(copies, self.places).view(self.hidden_shape)
+        if self.shared_experts is not None:
+            total = total + self.shared_experts.get_output()
+        return total
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] and probabilities in the order of experts -> those of this rank's."""

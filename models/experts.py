@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from fused_ops.dispatch import outside_graph
 from fused_ops.grouped_linear import grouped_linear
 from models.comm import TensorParallelComm, token_count
-from models.dispatch import PackedDispatcher
+from models.dispatch import TokenDispatcher
 from models.mlp import fused_activation
 from models.parallel_linear import DuplicatedLinear, GemmModule
 
@@ -277,7 +277,7 @@ class MoELayer(moe_layer.MoELayer):
         else:
             with _latent_projection():
                 super().__init__(config, *args, **kwargs)
-        PackedDispatcher.adopt(self.token_dispatcher, self.experts)
+        TokenDispatcher.adopt(self.token_dispatcher, self.experts)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoELayer":
         """Moves and casts of the model, without the casts of what the router counts: in BF16 the

@@ -104,7 +104,7 @@ def flops_share(plan: PrecisionPlan) -> dict[str, float]:
     return {name: flops / total for name, flops in ordered if flops}
 
 
-_ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
+ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
 
 
 def dimension_notes(plan: PrecisionPlan) -> list[str]:
@@ -115,7 +115,7 @@ def dimension_notes(plan: PrecisionPlan) -> list[str]:
         recipe = plan.recipe(module.name)
         routed = ".mlp.experts." in module.name
         tp = config.expert_tensor_parallel_size if routed else config.tensor_model_parallel_size
-        rows = module.name.endswith(_ROW_PARALLEL)
+        rows = module.name.endswith(ROW_PARALLEL)
         parts = [module.n] if rows else output_parts(module, config)
         axes = [("fprop", module.k, tp if rows else 1)]
         axes += [("dgrad", part, 1 if rows else tp) for part in parts]

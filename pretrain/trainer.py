@@ -127,7 +127,9 @@ class Trainer:
             if found is not None:
                 config = override_config(config, config.checkpoint.override)
             self.config, self.state = config, TrainState()
-            self._open_data(_data_state(found))
+            data_state = _data_state(found)
+            self._open_data(data_state)
+            self.loader.prepare(data_state["consumed_samples"] if data_state else 0)
             if config.train.cuda_graph_impl != "none":
                 leave_default_stream()
             self.engine: Engine = build_engine(config, self.world, self.dataset.vocab_size)

@@ -6,11 +6,14 @@
 One process, model and optimizer, on the machine's GPU or CPU. Ours is the trainer's whole save:
 shards, generators, state, checksums of every file, manifest, COMPLETE, each flushed to the disk;
 megatron-core's is `dist_checkpointing.save`, which flushes its shards. The two take turns; medians
-are compared. A load of ours is without and with the checksums that a start verifies.
+are compared, by the clock and by the processor time of this process and those that it forked, which
+says more where other work keeps the machine busy. A load of ours is without and with the checksums
+that a start verifies.
 """
 
 import argparse
 import logging
+import resource
 import shutil
 import statistics
 import sys
@@ -18,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +80,16 @@ class _Bench:
         self.optimizer = self.engine.optimizer
         self.queue: Any = None
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
+    def _seconds(self, work: Callable[[], Any]) -> "_Cost":
         import torch
 
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = _Cost.now()
         work()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return _Cost.now().since(started)
 
     def _manager(self, name: str, asynchronous: bool) -> Any:
         from pretrain.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -127,20 +131,20 @@ class _Bench:
             resolved_config=self.config,
         )
 
-    def _round(self, number: int) -> dict[str, float]:
+    def _round(self, number: int) -> dict[str, "_Cost"]:
         from pretrain.checkpoint.layout import check_contents
         from pretrain.checkpoint.state import load_sharded
 
-        upstream, found = self.place / f"upstream{number}", {}
+        upstream, found = self.place / f"upstream{number}", dict[str, _Cost]()
         found["save, megatron-core"] = self._seconds(lambda: self._save_upstream(upstream))
         manager = self._manager(f"sync{number}", False)
         found["save, ours"] = self._seconds(lambda: self._save_ours(manager))
         waiting = self._manager(f"async{number}", True)
-        started = time.perf_counter()
+        started = _Cost.now()
         self._save_ours(waiting)
-        found["save, ours, async: blocked"] = time.perf_counter() - started
+        found["save, ours, async: blocked"] = _Cost.now().since(started)
         waiting.wait()
-        found["save, ours, async: whole"] = time.perf_counter() - started
+        found["save, ours, async: whole"] = _Cost.now().since(started)
         step = manager.checkpoints / "step_00000001"
         found["load, megatron-core"] = self._seconds(lambda: self._load_upstream(upstream))
         found["load, ours"] = self._seconds(
@@ -156,14 +160,42 @@ class _Bench:
         """Measure and print."""
         self._round(0)
         rounds = [self._round(number) for number in range(1, repeats + 1)]
-        medians = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+        medians = {name: _Cost.median([r[name] for r in rounds]) for name in rounds[0]}
         whole = self.bytes["megatron-core"]
         print(f"model and optimizer on {self.device}: {whole / 2**20:.0f} MiB in megatron-core's")
         print(f"bytes, ours over megatron-core's: {self.bytes['ours'] / whole:.4f}")
-        for name, seconds in medians.items():
-            base = medians[f"{name.split(',')[0]}, megatron-core"] if "," in name else None
-            ratio = "" if base is None else f"  {seconds / base:6.2f} of megatron-core's"
-            print(f"{name:28} {seconds:8.3f} s{ratio}")
+        for name, cost in medians.items():
+            base = medians[f"{name.split(',')[0]}, megatron-core"] if "," in name else cost
+            text = f"{name:28} {cost.clock:8.3f} s, processor {cost.processor:8.3f} s"
+            if base is not cost:
+                clock, processor = cost.clock / base.clock, cost.processor / base.processor
+                text += f"  {clock:6.2f} and {processor:6.2f} of megatron-core's"
+            print(text)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Seconds."""
+
+    clock: float
+    processor: float
+    """Of this process, and of its children that have ended."""
+
+    @classmethod
+    def now(cls) -> "_Cost":
+        """Since some moment."""
+        uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return cls(time.perf_counter(), sum(use.ru_utime + use.ru_stime for use in uses))
+
+    def since(self, start: "_Cost") -> "_Cost":
+        """The difference."""
+        return _Cost(self.clock - start.clock, self.processor - start.processor)
+
+    @classmethod
+    def median(cls, costs: Sequence["_Cost"]) -> "_Cost":
+        """Of each by itself."""
+        middle = statistics.median
+        return cls(middle(c.clock for c in costs), middle(c.processor for c in costs))
 
 
 def _size(folder: Path) -> int:

@@ -21,6 +21,7 @@ if __name__ == "__main__" and not __package__:  # python tools/convert.py: as wi
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import errno
 import logging
 import os
 import warnings
@@ -53,12 +54,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {problem}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {_failed(error, options)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     finally:
         shut_down()
+
+
+def _failed(error: OSError, options: argparse.Namespace) -> str:
+    """What the machine refused, where, and what to do."""
+    # A full disk is reported without a name: it is that of what is being written.
+    where = error.filename or getattr(options, "target", options.source)
+    remedies = {
+        errno.ENOSPC: "free some space, or give a folder on another disk",
+        errno.EDQUOT: "free some space, or give a folder on another disk",
+        errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+        errno.EACCES: "make it accessible, or give another folder",
+        errno.EROFS: "give another folder",
+    }
+    remedy = remedies.get(error.errno or 0, "check the path")
+    what = (error.strerror or str(error)).lower()
+    return f"{where}: {what}; {remedy}; what was there before is unchanged"
 
 
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -82,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("verify", help="whether a checkpoint and a folder are one model")
     check.add_argument("source", type=Path, metavar="CKPT_DIR")
     check.add_argument("target", type=Path, metavar="HF_DIR")
+    kinds = ("trained", "ema")
+    check.add_argument("--weights", choices=kinds, default="trained", help="or their average")
     check.add_argument("--vocab-size", type=int, help="where the checkpoint does not say it")
     check.add_argument("--decode", action="store_true", help="compare packed weights, decoded")
     check.add_argument("--recipe", help="of a packed folder, where it was exported with one")
@@ -192,7 +211,7 @@ def _verify(options: argparse.Namespace) -> int:
     from pretrain.conversion.opened import open_checkpoint
     from pretrain.conversion.verifying import open_folder, read_hf_config, verify_pair
 
-    checkpoint = open_checkpoint(options.source, options.vocab_size)
+    checkpoint = open_checkpoint(options.source, options.vocab_size, options.weights)
     hf_config = read_hf_config(options.target)
     if "config_groups" in hf_config.get("quantization_config", {}) and not options.decode:
         from pretrain.conversion.packing import PackOptions, open_packing

@@ -145,20 +145,24 @@ def show(options: argparse.Namespace) -> int:
     from pretrain.data.show import as_json, as_lines, find_step, show_step
 
     model, train = config.model, config.train
-    step = find_step(options.step, train.batch_sizes, config.run.path)
-    state = _data_state(config.run.path)
+    saved = _saved_state(config.run.path)
+    state = saved.get("data")
+    skipped = [*config.data.skip_samples, *saved.get("train_state", {}).get("skip", [])]
+    step = find_step(options.step, train.batch_sizes, skipped, config.run.path)
     segments = parse_segments(state)
     if len(segments) > 1:
-        dataset = open_earlier(config.data, segments, step.consumed_samples)
+        dataset = open_earlier(config.data, segments, step.samples[0])
     else:
         dataset = open_dataset(config.data, model.seq_length, config.run.seed, model.vocab_size)
         if state is not None:
             dataset.check_state(state)
     ranks = options.ranks or _ranks(config)
-    last = step.consumed_samples + step.global_batch_size - 1
+    first, last = step.samples[0], step.samples[-1]
     if not options.json:
+        left_out = last - first + 1 - len(step.samples)
+        without = f" without {left_out} that are stepped over" if left_out else ""
         print(
-            f"step {step.number} reads samples {step.consumed_samples} to {last}: "
+            f"step {step.number} reads samples {first} to {last}{without}: "
             f"{ranks} data-parallel ranks, micro-batches of {train.micro_batch_size}"
         )
     for shown in show_step(dataset, step, train.micro_batch_size, ranks, options.tokenizer):
@@ -168,15 +172,15 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _data_state(run_dir: Path) -> dict | None:
-    """The state of the data in the run's newest checkpoint; None where there is none."""
+def _saved_state(run_dir: Path) -> dict:
+    """What the run's newest checkpoint says besides tensors; empty where there is none."""
     from pretrain.checkpoint.io import load_json
     from pretrain.checkpoint.layout import STATE
     from pretrain.checkpoint.manager import find_latest
 
     checkpoints = run_dir / "checkpoints"
     found = find_latest(checkpoints) if checkpoints.is_dir() else None
-    state: dict | None = load_json(found.path / STATE)["extra"].get("data") if found else None
+    state: dict = load_json(found.path / STATE)["extra"] if found else {}
     return state
 
 

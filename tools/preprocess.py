@@ -202,7 +202,8 @@ def _encode(files: list[InputFile], store: PieceStore, encode: EncodeOptions, wo
 def preprocess(options: argparse.Namespace) -> None:
     """Runs all stages that are not done yet. Raises ConfigError for what the user can mend."""
     _check_options(options)
-    files = find_inputs(options.input)
+    skipped: Counter[str] = Counter()
+    files = find_inputs(options.input, skipped)
     output, plan = options.output, _plan(files, options)
     if _is_done(output, plan, options.valid_fraction):
         print(f"{output}: done before and whole, kept")
@@ -222,7 +223,7 @@ def preprocess(options: argparse.Namespace) -> None:
         dtype=dtype,
     )
     _encode([file for file in files if file.size], store, encode, options.workers)
-    counts = store.counts
+    counts = store.counts + skipped
     counts["empty files, skipped"] += empty
     _check_splits(store, options.valid_fraction, work)
     for split in SPLITS if options.valid_fraction > 0 else SPLITS[:1]:
@@ -270,13 +271,16 @@ def index(options: argparse.Namespace) -> None:
         fingerprint, eod_id = encoder.fingerprint, encoder.eod_id
         vocab_size = vocab_size or encoder.vocab_size
     names = sorted(
-        path.relative_to(options.directory).with_suffix("").as_posix()
-        for path in options.directory.rglob("*.idx")
+        {
+            path.relative_to(options.directory).with_suffix("").as_posix()
+            for suffix in (".idx", ".bin")
+            for path in options.directory.rglob("*" + suffix)
+        }
     )
     if not names:
         raise DataError(f"a folder to index must hold .idx files; {options.directory} has none")
     infos, highest, common_end = describe_folder(
-        options.directory, tqdm(names, unit="shard", desc="index")
+        options.directory, tqdm(names, unit="shard", desc="index"), vocab_size
     )
     manifest = Manifest(
         tokenizer_fingerprint=fingerprint,
@@ -284,9 +288,10 @@ def index(options: argparse.Namespace) -> None:
         eod_id=common_end if eod_id is None else eod_id,
         shards=infos,
     )
-    if highest >= manifest.vocab_size:
+    if not manifest.tokens:
         raise DataError(
-            f"token ids must be in [0, {manifest.vocab_size}); the shards hold {highest}"
+            f"a folder of shards must hold at least one token; the {len(infos)} of "
+            f"{options.directory} hold none"
         )
     save_manifest(options.directory, manifest)
     print(

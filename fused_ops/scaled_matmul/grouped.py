@@ -49,9 +49,9 @@ class Tile:
 
 TILES = {
     ("rows", "bf16"): Tile(128, 256, 64, 8, 3),
-    ("rows", "fp8"): Tile(128, 128, 128, 8, 4),
+    ("rows", "fp8"): Tile(128, 128, 128, 4, 3),
     ("inner", "bf16"): Tile(128, 256, 64, 8, 3),
-    ("inner", "fp8"): Tile(128, 128, 128, 8, 4),
+    ("inner", "fp8"): Tile(128, 256, 128, 8, 3),
 }
 SMALL_TILE = Tile(128, 128, 64, 8, 3)
 """For devices with less than 160 KiB of shared memory a multiprocessor."""

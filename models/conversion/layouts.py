@@ -136,10 +136,14 @@ def _arguments(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def high_modules(theirs: Mapping[str, TensorSpec], quantized: Sequence[str]) -> list[str]:
-    """Linear layers of the folder that keep their weights: matrices that are not quantized."""
+    """Modules of the folder that keep their weights: matrices, and experts in one tensor."""
     packed = set(quantized)
     found = []
     for name, spec in theirs.items():
+        if len(spec.shape) == 3 and ".experts." in name:
+            module = name.rpartition(".")[0]
+            if module not in found:
+                found.append(module)
         if name in packed or not name.endswith(".weight") or len(spec.shape) != 2:
             continue
         if "embed" in name or "conv" in name:

@@ -15,6 +15,7 @@ from models.hf_mapping.table import Family, Link, Piece, links, made_twice
 from models.pattern import Pattern
 
 _SHOWN = 6
+_HEAD = "lm_head.weight"
 
 
 class ProofError(ConfigError):
@@ -90,15 +91,18 @@ def make_plan(
             for piece in getattr(link, side)
         )
         assert not twice, f"the table of {family.name} makes {twice[:3]} twice"
-    return Plan(tuple(found), ours, sizes, family.ignored)
+    plan = Plan(tuple(found), ours, sizes, family.ignored)
+    return with_tied_head(plan, [_HEAD]) if family.stores_tied_head else plan
 
 
-def with_tied_head(plan: Plan, present: Collection[str], head: str = "lm_head.weight") -> Plan:
+def with_tied_head(plan: Plan, present: Collection[str]) -> Plan:
     """A tied head that is on disk all the same is a copy of the embedding, and must equal it."""
-    if "output_layer.weight" in plan.ours or head not in present:
+    if "output_layer.weight" in plan.ours or _HEAD not in present:
+        return plan
+    if any(piece.name == _HEAD for link in plan.links for piece in link.theirs):
         return plan
     embedding = (Piece("embedding.word_embeddings.weight"),)
-    link = Link(embedding, (Piece(head),), VOCABULARY, copy=True)
+    link = Link(embedding, (Piece(_HEAD),), VOCABULARY, copy=True)
     return Plan((*plan.links, link), plan.ours, plan.sizes, plan.ignored)
 
 

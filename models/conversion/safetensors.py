@@ -88,13 +88,12 @@ class SafetensorsFolder:
         found = sorted(self.folder.glob("*.safetensors"))
         if not found:
             pickles = sorted(p.name for p in self.folder.glob("*.bin"))
+            seen = "it holds none"
+            if pickles:
+                seen = f"{pickles[0]} is a pickle, which can run code, and is not read"
             raise ConfigError(
-                f"{self.folder} must hold safetensors files"
-                + (
-                    f"; {pickles[0]} is a pickle, which can run code, and is not read"
-                    * bool(pickles)
-                )
-                + "; save the model with safe_serialization"
+                f"{self.folder} must hold safetensors files; {seen}; save the model with "
+                "safe_serialization, or fetch it anew"
             )
         single = self.folder / SINGLE
         return [single] if single in found else found

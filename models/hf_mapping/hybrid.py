@@ -246,6 +246,7 @@ FAMILIES = (
     ),
     Family(
         name="nemotron_h",
+        stores_tied_head=True,
         architecture="NemotronHForCausalLM",
         layer="backbone.layers.{n}.",
         symbols_a_layer=1,

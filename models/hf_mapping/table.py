@@ -81,6 +81,8 @@ class Family:
     """Of a prediction depth, found at its first layer."""
     mtp_last: tuple[Rule, ...] = ()
     """Of a prediction depth, found at its last layer."""
+    stores_tied_head: bool = False
+    """Whether a tied head is on disk beside the embedding: transformers does not tie the two."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Tensors of old folders that hold no weights."""
     read: Callable[[dict[str, Any]], dict[str, Any]]

@@ -16,11 +16,15 @@ from pretrain.config_file import apply_overrides, decode, encode
 FIXED = ("model.*", "data.*", "run.seed", "optimizer.name", "train.dtype")
 BOUND = ("optimizer.*", "precision.*", "train.*batch_size_schedule*", "train.global_batch_size")
 # Of the sections above, what changes neither the weights' shapes nor what is trained on. Where the
-# data lies is free because its content has a fingerprint of its own.
+# data lies is free because its content has a fingerprint of its own. What is computed twice and how
+# tokens travel to experts go with the layout.
 FREE = (
+    *("model.megatron.recompute_*", "model.megatron.moe_token_dispatcher_type"),
     *("data.train*", "data.valid*", "data.prefetch*", "data.cache*", "data.storage*"),
     *("data.on_change", "data.skip_samples"),
 )
+# Pipeline cuts (`|`) in it are part of the layout.
+PATTERN = "model.pattern"
 # Free with data.on_change=continue: the data goes on in windows of another length.
 CUTS = ("model.seq_length", "data.chunk_tokens", "data.chunks_per_group")
 
@@ -49,6 +53,11 @@ def kind_of(key: str) -> str:
     return "bound" if _matches(key, BOUND) else "free"
 
 
+def _layers(pattern: Any) -> str:
+    """A pattern without its pipeline cuts."""
+    return str(pattern).replace("|", "")
+
+
 def _overridden(key: str, override: Mapping[str, Any]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in override)
 
@@ -72,6 +81,8 @@ def compare(
             continue
         change = f"{key}: {before!r} in the checkpoint, {after!r} now"
         kind = kind_of(key)
+        if key == PATTERN and _layers(before) == _layers(after):
+            kind = "free"
         if key in CUTS and new.get("data.on_change") == "continue":
             kind = "free"
         if kind == "fixed":

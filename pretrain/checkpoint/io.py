@@ -78,8 +78,17 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def refusal(error: BaseException) -> OSError | None:
+    """The refusal of the machine behind an error: torch.save reports one in words of its own."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
 def explain(error: BaseException, path: Path) -> str:
     """One line for a failed write: what failed, and what to do about it."""
+    error = refusal(error) or error
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = ""
@@ -88,6 +97,8 @@ def explain(error: BaseException, path: Path) -> str:
         return f"the disk of {path} is full{free}: free some space, or lower checkpoint.keep_last"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to write {path}: make the run folder writable, or set run.dir"
+    if number == errno.EFBIG:
+        return f"{path}: a limit on the size of files forbids it: raise it (ulimit -f)"
     if number == errno.ENOENT:
         return f"{path} has vanished while it was in use: was the run folder moved or deleted?"
     return f"{path}: {type(error).__name__}: {error}"

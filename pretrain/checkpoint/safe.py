@@ -4,7 +4,8 @@
 torch.distributed.checkpoint unpickles `.metadata` with plain `pickle.load`, and loads objects (not
 tensors) with `weights_only=False`. Either runs whatever a crafted file asks for. `refuse_code`
 gives megatron-core's two places that open a checkpoint a reader with neither: the index is
-unpickled with a short list of allowed names, objects with `weights_only=True`.
+unpickled with a short list of allowed names, objects with `weights_only=True`. An old `common.pt`,
+which megatron-core would load without that word wherever one lies, is refused.
 """
 
 import contextlib
@@ -52,6 +53,9 @@ _ALLOWED = {
 }
 
 
+_LEGACY = "common.pt"
+
+
 class UnsafeCheckpoint(CheckpointError):
     """A file of a checkpoint asks to run code. It was not run."""
 
@@ -77,6 +81,11 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(folder: Path) -> Metadata:
     """The index of a checkpoint: which tensor lies where. UnsafeCheckpoint, CheckpointError."""
     path = Path(folder) / ".metadata"
+    if (path.parent / _LEGACY).exists():
+        raise UnsafeCheckpoint(
+            f"{path.parent / _LEGACY} is a pickle that no checkpoint of this format holds: refused"
+            " without opening it. Do not use this checkpoint; find out who wrote it"
+        )
     try:
         with open(path, "rb") as stream:
             index = _IndexUnpickler(stream, path).load()

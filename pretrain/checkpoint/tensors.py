@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pretrain.checkpoint.io import CheckpointError, fsync_path, write_durably
+from pretrain.checkpoint.io import CheckpointError, fsync_path, refusal, write_durably
 from pretrain.checkpoint.safe import load_object, read_index
 
 AVERAGE = "ema."
@@ -285,7 +285,10 @@ class TensorWriter:
     def _save(self, value: Any) -> _StorageInfo:
         stream = self._file()
         start = stream.tell()
-        torch.save(value, stream)
+        try:
+            torch.save(value, stream)
+        except RuntimeError as error:
+            raise refusal(error) or error from None
         return _StorageInfo(self._files[-1], start, stream.tell() - start)
 
     def add(self, name: str, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:

@@ -171,7 +171,9 @@ def _write(
         for name, thing in expected.objects.items():
             writer.add_object(name, thing)
         names = writer.finish()
-        files = {} if "upcycled" in about else source.carried()
+        files = source.carried()
+        if "upcycled" in about:  # config.json is of another model now
+            files.pop("config.json", None)
         names += carry_files(files.values(), folder, CARRIED)
         names.append(write_state(folder, encode(config), {"step": step, **about}))
         seal(folder, step, {name: file_entry(folder / name) for name in names})

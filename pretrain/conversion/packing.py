@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.errors import ConfigError
+from models.conversion.cuts import weight_cuts
 from models.conversion.judge import Judge
 from models.conversion.layouts import (
     hf_quant_config,
@@ -22,9 +23,10 @@ from models.conversion.layouts import (
 )
 from models.conversion.packed import DecodedFolder
 from models.conversion.plan import Plan
-from models.conversion.quantized import Choice, choose, dequantized_ours, quantize_link
+from models.conversion.quantized import Choice, Origin, choose, dequantized_ours, quantize_link
 from models.conversion.reader import read_independently, reader_problem
 from models.conversion.safetensors import SafetensorsFolder, SafetensorsWriter, TensorSpec
+from models.conversion.sections import architecture, differences, read_section
 from models.conversion.streamed import StreamedModel
 from models.hf_mapping.table import Family, Link
 from models.precision_config import PrecisionConfig
@@ -72,7 +74,7 @@ def export_packed(checkpoint: OpenCheckpoint, folder: Path, options: PackOptions
         notes = choice.notes + write_small_files(checkpoint, part, hf_config, options.tokenizer)
         verdict = None
         if options.verify:
-            packing = Packing(checkpoint, family, plan, choice, options.layout)
+            packing = Packing(checkpoint, family, plan, choice, options.layout, options.format)
             verdict = packing.verify(part, hf_config, show=options.show)
     except BaseException:
         shutil.rmtree(part)
@@ -90,7 +92,17 @@ def chosen(checkpoint: OpenCheckpoint, plan: Plan, options: PackOptions) -> Choi
     precision = precision_plan(asked, checkpoint.vocab_size)
     if stated is not None and options.recipe is None:
         precision.load_state_dict(stated)
-    choice = choose(plan, precision.recipes(), options.format, section.amax_scope)
+    origin = Origin()
+    if options.recipe is None:
+        parallel = config.parallel
+        tensor = parallel.tensor_model_parallel_size
+        experts = parallel.expert_tensor_parallel_size or tensor
+        origin = Origin(
+            scope=section.amax_scope,
+            cuts=weight_cuts(precision.modules, plan.sizes.config, tensor, experts),
+            others=None if section.backend == "fused_ops" else section.backend,
+        )
+    choice = choose(plan, precision.recipes(), options.format, origin)
     if not choice.specs:
         raise ConfigError(
             f"no linear layer of this run multiplies with a weight in {options.format}; export in "
@@ -124,7 +136,7 @@ def _write(
                 bar.step()
                 continue
             amax = _input_amax(link, choice, amaxes)
-            packed = quantize_link(plan, link, ours, choice.specs[link])
+            packed = quantize_link(plan, link, ours, choice.specs[link], choice.cuts.get(link))
             for piece, weight in zip(link.theirs, packed):
                 made = packed_tensors(options.layout, piece.name, weight, amax)
                 for name, tensor in made.items():
@@ -182,7 +194,7 @@ class QuantizedSource:
     def __init__(self, checkpoint: OpenCheckpoint, choice: Choice) -> None:
         self._reader = checkpoint.reader
         self._links: dict[tuple[str, int | None], Link] = {}
-        self._specs = choice.specs
+        self._specs, self._cuts = choice.specs, choice.cuts
         for link in choice.specs:
             for piece in link.ours:
                 self._links[piece.name, piece.index] = link
@@ -204,8 +216,15 @@ class QuantizedSource:
     def _whole(self, name: str, index: int | None) -> Tensor:
         link = self._links[name, index]
         ours = [self._reader.read(piece.name, piece.index) for piece in link.ours]
-        values = dequantized_ours(ours, self._specs[link])
+        values = dequantized_ours(ours, self._specs[link], self._cuts.get(link))
         return values[[piece.name for piece in link.ours].index(name)]
+
+
+def _without_order(value: Any) -> Any:
+    """Plain data whose lists of names compare as sets, and without who wrote it."""
+    if isinstance(value, dict):
+        return {k: _without_order(v) for k, v in value.items() if k != "producer"}
+    return sorted(value) if isinstance(value, list) else value
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -222,24 +241,48 @@ class Packing:
     plan: Plan
     choice: Choice
     layout: str
+    format: str
 
     def verify(self, folder: Path, hf_config: dict[str, Any], *, show: bool = True) -> Verdict:
         """Names, codes, what an independent reader makes of them, and logits."""
         verdict, source = Verdict(), SafetensorsFolder(folder)
         plain = self.plan.theirs()
         wanted, names = _specs(self.plan, self.choice, plain, self.layout)
+        ours, theirs = self.checkpoint.section, read_section(hf_config)
+        found = differences(architecture(ours), architecture(theirs))
+        verdict.problems += [f"configuration: {line}" for line in found]
+        verdict.problems += self._quantization(folder, hf_config, high_modules(plain, names))
         verdict.problems += [f"{n} is missing" for n in sorted(set(wanted) - set(source))[:6]]
         verdict.problems += [f"{n} is left over" for n in sorted(set(source) - set(wanted))[:6]]
         if not verdict.problems:
             self._compare(source, verdict, show)
             verdict.values = len(wanted)
         if not verdict.problems:
+            again = sum(name in self.choice.again for name in self.choice.gemms.values())
             verdict.notes.append(
                 f"{len(names)} weights are in codes, read back by compressed-tensors and equal to "
-                "the trainer's values"
+                + ("the trainer's values" if not again else "what quantizing them again gives")
             )
             self._prove(folder, source, hf_config, verdict, show)
         return verdict
+
+    def _quantization(
+        self, folder: Path, hf_config: dict[str, Any], high: Sequence[str]
+    ) -> list[str]:
+        """What engines are told of the weights, where it is not what the files hold."""
+        told = {"config.json": hf_config.get("quantization_config")}
+        wanted: dict[str, Any] = {
+            "config.json": quantization_config(self.layout, self.format, high)
+        }
+        if self.layout == "modelopt":
+            name, path = "hf_quant_config.json", folder / "hf_quant_config.json"
+            told[name] = json.loads(path.read_bytes()) if path.is_file() else None
+            wanted[name] = hf_quant_config(self.format, high)
+        return [
+            f"{name}: its description of quantized layers is not that of the tensors; export again"
+            for name in wanted
+            if _without_order(told[name]) != _without_order(wanted[name])
+        ]
 
     def _compare(self, source: SafetensorsFolder, verdict: Verdict, show: bool) -> None:
         if (problem := reader_problem()) is not None:
@@ -262,10 +305,9 @@ class Packing:
     def _compare_packed(
         self, link: Link, ours: list[Tensor], source: SafetensorsFolder
     ) -> list[str]:
-        problems = []
-        for piece, weight in zip(
-            link.theirs, quantize_link(self.plan, link, ours, self.choice.specs[link])
-        ):
+        problems, spec = [], self.choice.specs[link]
+        packed = quantize_link(self.plan, link, ours, spec, self.choice.cuts.get(link))
+        for piece, weight in zip(link.theirs, packed):
             for name, tensor in packed_tensors(self.layout, piece.name, weight, 1.0).items():
                 stored = source.read(name)
                 if name.endswith(("input_scale", "input_global_scale")):
@@ -316,4 +358,5 @@ def open_packing(
     options.format = kinds[weights["num_bits"]]
     family, _ = export_config(checkpoint, hf_config.get("model_type"))
     plan = export_plan(checkpoint, family)
-    return Packing(checkpoint, family, plan, chosen(checkpoint, plan, options), options.layout)
+    choice = chosen(checkpoint, plan, options)
+    return Packing(checkpoint, family, plan, choice, options.layout, options.format)

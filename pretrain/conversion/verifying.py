@@ -206,7 +206,11 @@ def _padding_aside(link: Link, plan: Plan, made: Tensor, stored: Tensor) -> bool
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a, b)) or bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+    """Bit by bit; NaN equals NaN, whatever its payload."""
+    if torch.equal(a, b):
+        return True
+    numbers = torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf())
+    return numbers and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _prove(pair: Pair, plan: Plan, notes: list[str], show: bool) -> LogitsProof:

@@ -10,6 +10,10 @@ prefix of n samples then departs from n * weight by less than
 
 because in a Huffman tree a node has less than half the weight of its grandparent. Position n costs
 the depth of the tree (at most about 30), whatever n is; nothing is replayed.
+
+Where weights change, what each source is behind or ahead of its share by then is carried over: the
+nodes of the new tree make up for it with their next samples, so that departures do not add up over
+a curriculum of many changes. The bound above then holds again once they have.
 """
 
 import heapq
@@ -64,33 +68,42 @@ class _Node:
     left: "_Node | int"
     right: "_Node | int"
     left_weight: int
+    ahead: int = 0
+    """What the left child is owed at the start, in samples times 2 * weight."""
 
     def left_count(self, count: np.ndarray) -> np.ndarray:
         """Samples of the left child among the node's first `count`: rounded half up."""
-        return (2 * count * self.left_weight + self.weight) // (2 * self.weight)
+        wanted = (2 * count * self.left_weight + self.weight + self.ahead) // (2 * self.weight)
+        return np.clip(wanted, 0, count) if self.ahead else wanted
 
 
-def _huffman(weights: list[int]) -> "_Node | int":
-    heap: list[tuple[int, int, _Node | int]] = [
-        (weight, number, number) for number, weight in enumerate(weights) if weight > 0
+def _huffman(weights: list[int], owed: list[int]) -> "_Node | int":
+    heap: list[tuple[int, int, _Node | int, int]] = [
+        (weight, number, number, owed[number]) for number, weight in enumerate(weights) if weight
     ]
     heapq.heapify(heap)
     order = len(weights)
     while len(heap) > 1:
-        weight, _, left = heapq.heappop(heap)
-        other, _, right = heapq.heappop(heap)
-        heapq.heappush(heap, (weight + other, order, _Node(weight + other, left, right, weight)))
+        weight, _, left, due = heapq.heappop(heap)
+        other, _, right, also = heapq.heappop(heap)
+        total = weight + other
+        ahead = 2 * (due * total - (due + also) * weight) // RESOLUTION
+        node = _Node(total, left, right, weight, ahead)
+        heapq.heappush(heap, (total, order, node, due + also))
         order += 1
     return heap[0][2]
 
 
 class Mixture:
-    """Fixed integer weights (sum 2**20): the source of position n and its number there."""
+    """Fixed integer weights (sum 2**20): the source of position n and its number there.
 
-    def __init__(self, resolved: list[int]) -> None:
+    `owed`: by how much each source is behind its share at the start, in 2**-20 of a sample.
+    """
+
+    def __init__(self, resolved: list[int], owed: list[int] | None = None) -> None:
         assert sum(resolved) == RESOLUTION, f"weights must add up to {RESOLUTION}: {resolved}"
         self.resolved = resolved
-        self._root = _huffman(resolved)
+        self._root = _huffman(resolved, owed or [0] * len(resolved))
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64[n] -> (source int64[n], number of earlier samples of that source int64[n])."""
@@ -137,12 +150,21 @@ class Blend:
                 "the phases of a blend must start at sample 0 and then ascend; "
                 f"got first samples {firsts}"
             )
-        self.phases = [(first, Mixture(resolved)) for first, resolved in phases]
+        self.phases: list[tuple[int, Mixture]] = []
         self._firsts = np.array(firsts, dtype=np.int64)
         self._bases = [np.zeros(len(phases[0][1]), dtype=np.int64)]
-        for number, (first, mixture) in enumerate(self.phases[:-1]):
-            length = firsts[number + 1] - first
-            self._bases.append(self._bases[-1] + mixture.counts(length))
+        owed = [0] * len(phases[0][1])
+        for (first, resolved), following in zip(phases, [*firsts[1:], None]):
+            mixture = Mixture(resolved, owed)
+            self.phases.append((first, mixture))
+            if following is not None:
+                length = following - first
+                counts = mixture.counts(length)
+                self._bases.append(self._bases[-1] + counts)
+                owed = [
+                    due + length * weight - count * RESOLUTION
+                    for due, weight, count in zip(owed, resolved, counts.tolist())
+                ]
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64[n] samples of the run -> (source int64[n], sample of that source int64[n])."""

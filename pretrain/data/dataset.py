@@ -154,7 +154,9 @@ def fingerprint_of(segments: list[Segment]) -> str:
 
     def parts(s: Segment) -> tuple[object, ...]:
         geometry = (ORDER_VERSION, s.seed, s.seq_length, s.chunk_tokens, s.chunks_per_group)
-        return geometry, [source.fingerprint for source in s.sources], s.phases
+        # Where weights change, what a source is owed is carried over; it was not in version 1.
+        carried = ("carried",) if len(s.phases) > 1 else ()
+        return geometry, [source.fingerprint for source in s.sources], s.phases, *carried
 
     if len(segments) == 1:
         text = repr(parts(segments[0]))

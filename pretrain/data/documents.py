@@ -5,6 +5,7 @@ import glob
 import gzip
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ KNOWN = (
 
 _TOKENS_AT_ONCE = 1 << 22
 
+# What a damaged or cut file makes its reader raise.
+_UNREADABLE = (zstandard.ZstdError, zlib.error, OSError, EOFError)
+
 
 @dataclass(frozen=True)
 class InputFile:
@@ -51,17 +55,21 @@ class InputFile:
         return self.path.suffix if self.path.suffix in _COMPRESSIONS else ""
 
 
-def find_inputs(arguments: list[str]) -> list[InputFile]:
+def find_inputs(arguments: list[str], counts: Counter[str]) -> list[InputFile]:
     """Files, folders (searched) and glob patterns -> input files in a fixed order.
 
-    Raises DataError with every argument that names nothing or something unknown.
+    `counts` gets the files of folders that are of another kind. Raises DataError with every
+    argument that names nothing, something unknown, or a file that another one names too.
     """
     found: list[InputFile] = []
     problems = []
     for argument in arguments:
         path = Path(argument)
         if path.is_dir():
-            members = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p)]
+            inside = [p for p in sorted(path.rglob("*")) if p.is_file()]
+            members = [p for p in inside if _kind(p)]
+            for other in (p for p in inside if not _kind(p)):
+                counts[f"files *{other.suffix} of another kind, skipped"] += 1
             if not members:
                 problems.append(f"an input folder must hold {KNOWN}; {argument} holds none")
         else:
@@ -74,6 +82,14 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
                 problems.append(f"an input must be one of {KNOWN}; got {member}")
             else:
                 found.append(InputFile(member, kind))
+    seen: set[Path] = set()
+    for place in (file.path.resolve() for file in found):
+        if place in seen:
+            problems.append(
+                f"an input must be named once; {place} is named twice: its documents would be "
+                "repeated (to repeat data, give its source a weight)"
+            )
+        seen.add(place)
     if problems:
         raise DataError(problems)
     return found
@@ -182,7 +198,7 @@ def records(file: InputFile, progress: list[int], text_key: str = "text") -> Ite
                 return
             for number, line in enumerate(stream, 1):
                 yield Record(line, "jsonl", str(file.path), number)
-    except (zstandard.ZstdError, OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise DataError(f"an input must be readable to its end; {file.path}: {error}") from None
 
 
@@ -233,7 +249,7 @@ def text_of(record: Record, text_key: str, counts: Counter[str]) -> str | None:
 def _json_text(line: str, text_key: str, record: Record) -> str:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"each line must be a JSON object; {record.place()}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get(text_key), str):
         keys = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
@@ -253,7 +269,7 @@ def token_blocks(file: InputFile, vocab_size: int, progress: list[int]) -> Itera
     with open_input(file, progress) as stream:
         try:
             count, dtype = _npy_header(stream)
-        except (ValueError, EOFError) as error:
+        except (ValueError, *_UNREADABLE) as error:
             raise DataError(
                 f"a token array must be a one-dimensional .npy of integers; {file.path}: {error}"
             ) from None
@@ -262,7 +278,7 @@ def token_blocks(file: InputFile, vocab_size: int, progress: list[int]) -> Itera
             wanted = min(_TOKENS_AT_ONCE, count - done) * dtype.itemsize
             try:
                 content = _read_exactly(stream, wanted)
-            except (zstandard.ZstdError, OSError, EOFError) as error:
+            except _UNREADABLE as error:
                 raise DataError(
                     f"an input must be readable to its end; {file.path}: {error}"
                 ) from None

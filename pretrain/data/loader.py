@@ -190,6 +190,16 @@ class TrainLoader:
         self._ahead: tuple[tuple[int, int], Future[Any]] | None = None
         self.skips = Skips()
 
+    def prepare(self, consumed_samples: int) -> None:
+        """Begins to read the step that follows, where there is a thread for it.
+
+        Called when the data is open and the model is not: the first step's reads, from an object
+        store its first requests, pass while the run sets up.
+        """
+        if self._pool is not None:
+            wanted = (consumed_samples, self.sizes.at(consumed_samples))
+            self._ahead = (wanted, self._pool.submit(self._make, *wanted))
+
     def step(self, consumed_samples: int, global_batch_size: int | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples.
 
@@ -216,7 +226,9 @@ class TrainLoader:
 
     def leave_out(self, ranges: Sequence[tuple[int, int]]) -> None:
         """From the next step on, steps over the samples in `ranges`, [first, last] each."""
-        self.skips, self._ahead = Skips(ranges), None
+        skips = Skips(ranges)
+        if skips.ranges != self.skips.ranges:
+            self.skips, self._ahead = skips, None
 
     def _finished(self, made: Any) -> list[MicroBatch]:
         batches: list[MicroBatch] = made if self.transfer is None else self.transfer.finish(made)

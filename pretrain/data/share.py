@@ -163,6 +163,11 @@ class SharedTrainLoader:
         """Global batch sizes by consumed samples."""
         return self._loader.sizes
 
+    def prepare(self, consumed_samples: int) -> None:
+        """Begins to read the step that follows, on the rank that reads."""
+        if self._share.reads:
+            self._loader.prepare(consumed_samples)
+
     def step(self, consumed_samples: int) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that follows `consumed_samples` samples."""
         size = self.sizes.at(consumed_samples)

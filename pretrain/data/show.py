@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from pretrain.data.batch_sizes import BatchSizes, check_batch_sizes
 from pretrain.data.dataset import Dataset
 from pretrain.data.manifest import load_manifest
 from pretrain.data.shards import ShardSet
+from pretrain.data.skips import Skips
 from pretrain.data.store import is_url, local_path
 from pretrain.data.tokenizer import TOKENIZER_NAME, TextEncoder, check_tokenizer, load_encoder
 
@@ -62,32 +64,51 @@ class Step:
     """Where a step stands in a run."""
 
     number: int
-    consumed_samples: int
-    """Before it."""
-    global_batch_size: int
+    samples: list[int]
+    """Of all ranks, in the order of micro-batches."""
 
 
-def find_step(number: int, sizes: BatchSizes, run_dir: Path) -> Step:
+def find_step(
+    number: int, sizes: BatchSizes, skipped: list[tuple[int, int]], run_dir: Path
+) -> Step:
     """Step `number` (from 1), by the run's own record where it has one.
 
-    Raises ConfigError for a number below 1.
+    `skipped`: the ranges of samples that the run steps over, but for those of rollbacks that only
+    its record knows. Raises ConfigError for a number below 1.
     """
     if number < 1:
         raise ConfigError(f"--step counts from 1; got {number}")
-    consumed = {0: 0, **_recorded(run_dir / "metrics.jsonl")}
+    rows = _rows(run_dir / "metrics.jsonl")
+    # The last row of a step counts.
+    consumed = {0: 0} | {r["step"]: r["samples"] for r in rows if "samples" in r and "loss" in r}
+    rolled_back = [r["samples"] for r in rows if r.get("event") == "rollback" and "samples" in r]
+    skips = Skips([*skipped, *rolled_back])
     if number - 1 in consumed and number in consumed:
-        before = consumed[number - 1]
-        return Step(number, before, consumed[number] - before)
-    before = sizes.consumed_after(number - 1)
-    return Step(number, before, sizes.at(before))
+        before, after = consumed[number - 1], consumed[number]
+        if after - before == sizes.at(before):
+            # What is left out since then was read by a step as long as its batch.
+            return Step(number, list(range(before, after)))
+        left_out = {
+            sample
+            for first, last in skips.ranges
+            for sample in range(max(first, before), min(last + 1, after))
+        }
+        return Step(number, [s for s in range(before, after) if s not in left_out])
+    known = max(step for step in consumed if step < number)
+    before = consumed[known]
+    if known == 0 and not skips.ranges:
+        before = sizes.consumed_after(number - 1)
+    else:
+        for _ in range(number - 1 - known):
+            before = skips.after(before, sizes.at(before))
+    return Step(number, skips.samples(before, sizes.at(before)))
 
 
-def _recorded(path: Path) -> dict[int, int]:
-    """{step: consumed samples after it} of a run's metrics; the last row of a step counts."""
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a run's metrics; none of a run that has not started."""
     if not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {row["step"]: row["samples"] for row in rows if "samples" in row and "loss" in row}
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def show_step(
@@ -104,15 +125,15 @@ def show_step(
         dp_size: data-parallel ranks.
         tokenizer: file that decodes the ids; None looks beside each source.
     """
-    check_batch_sizes(step.global_batch_size, micro_batch_size, dp_size)
+    check_batch_sizes(len(step.samples), micro_batch_size, dp_size)
     encoders = [_encoder(str(shards.directory), tokenizer) for shards in dataset.shards]
-    for offset in range(step.global_batch_size):
-        source, start = dataset.place(step.consumed_samples + offset)
-        micro_batch = offset // micro_batch_size
+    for number, sample in enumerate(step.samples):
+        source, start = dataset.place(sample)
+        micro_batch = number // micro_batch_size
         yield Shown(
             rank=micro_batch % dp_size,
             micro_batch=micro_batch,
-            sample=step.consumed_samples + offset,
+            sample=sample,
             source=str(dataset.shards[source].directory),
             start=start,
             documents=list(

@@ -32,4 +32,11 @@ class Skips:
 
     def after(self, consumed: int, count: int) -> int:
         """The position behind those samples."""
-        return self.samples(consumed, count)[-1] + 1 if count else consumed
+        if not count:
+            return consumed
+        position = consumed + count
+        for first, last in self.ranges:
+            if first >= position:
+                break
+            position += max(0, last + 1 - max(first, consumed))
+        return position

@@ -14,11 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import ITEM_SIZES, ShardInfo, file_checksum, write_atomic
+from pretrain.data.manifest import (
+    ITEM_SIZES,
+    DataError,
+    ShardInfo,
+    file_checksum,
+    write_atomic,
+)
 from pretrain.data.shards import (
     INDEX_HEADER,
     INDEX_MAGIC,
     TYPE_CODES,
+    ShardIndex,
     bin_path,
     check_sizes,
     idx_path,
@@ -79,35 +86,61 @@ def write_shard(directory: Path, name: str, tokens: np.ndarray, lengths: np.ndar
 
 
 def describe_folder(
-    directory: Path, names: Iterable[str]
+    directory: Path, names: Iterable[str], vocab_size: int | None = None
 ) -> tuple[list[ShardInfo], int, int | None]:
     """Reads existing pairs completely.
 
     Returns (descriptions, highest id, the id that ends every document or None).
-    Raises DataError for a damaged index or a .bin file of another size.
+    Raises DataError with every damaged index, .bin file of another size and shard with an id that
+    is negative or not below `vocab_size`.
     """
-    infos, highest, ends = [], 0, set[int]()
+    infos, highest, ends, problems = [], 0, set[int](), list[str]()
     for name in names:
-        index = read_index(idx_path(directory / name))
-        path = bin_path(directory / name)
-        info = ShardInfo(
-            name=name,
-            tokens=index.tokens,
-            documents=index.documents,
-            dtype=index.dtype,  # type: ignore[arg-type]
-            bin_checksum="",
-            idx_checksum=file_checksum(idx_path(directory / name)),
-        )
-        check_sizes(directory / name, info)
-        infos.append(info.model_copy(update={"bin_checksum": file_checksum(path)}))
+        try:
+            info, index = _describe(directory, name)
+        except DataError as error:
+            problems += error.problems
+            continue
+        infos.append(info)
         if not index.tokens:
             continue
+        path = bin_path(directory / name)
         tokens = np.memmap(path, dtype=index.dtype, mode="r")
-        highest = max(highest, int(tokens.max()))
+        top = int(tokens.max())
+        if int(tokens.min()) < 0 or (vocab_size is not None and top >= vocab_size):
+            problems.append(_outside(path, tokens, vocab_size))
+        highest = max(highest, top)
         stops = np.append(index.document_starts()[1:], index.tokens)
         # More than one last id says that documents end without an id of their own.
         ends |= set(np.unique(tokens[stops[stops > 0] - 1])[:2].tolist())
+    if problems:
+        raise DataError(problems)
     return infos, highest, ends.pop() if len(ends) == 1 else None
+
+
+def _describe(directory: Path, name: str) -> tuple[ShardInfo, ShardIndex]:
+    index = read_index(idx_path(directory / name))
+    info = ShardInfo(
+        name=name,
+        tokens=index.tokens,
+        documents=index.documents,
+        dtype=index.dtype,  # type: ignore[arg-type]
+        bin_checksum="",
+        idx_checksum=file_checksum(idx_path(directory / name)),
+    )
+    check_sizes(directory / name, info)
+    checksum = file_checksum(bin_path(directory / name))
+    return info.model_copy(update={"bin_checksum": checksum}), index
+
+
+def _outside(path: Path, tokens: np.ndarray, vocab_size: int | None) -> str:
+    limit = np.iinfo(tokens.dtype).max if vocab_size is None else vocab_size - 1
+    at = int(np.flatnonzero((tokens < 0) | (tokens > limit))[0])
+    return (
+        f"token ids must be in [0, {'...' if vocab_size is None else vocab_size}); {path}, byte "
+        f"{at * tokens.itemsize}, has {int(tokens[at])}: the shard is damaged, of another "
+        "tokenizer or of another type"
+    )
 
 
 def crc_path(prefix: str | Path) -> Path:

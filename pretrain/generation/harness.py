@@ -72,6 +72,8 @@ class HarnessAnswers:
 
 def _generation(settings: dict[str, Any]) -> dict[str, Any]:
     """A task's generation settings as arguments of `Scorer.answers`."""
+    if settings.get("num_beams") == 1:  # what is done here
+        del settings["num_beams"]
     if unknown := sorted(set(settings) - _SETTINGS):
         raise ConfigError(
             f"generation settings of a task are {', '.join(sorted(_SETTINGS))}; got "

@@ -64,8 +64,12 @@ class Scorer:
         """Ids of both, as they come of the whole text; spaces between them go to the second."""
         text = context.rstrip()
         continuation = context[len(text) :] + continuation
-        first = self.tokenizer.prompt(text)
-        whole = self.tokenizer.prompt(text + continuation)
+        # Without a token that begins a text, the end of another stands before the first word.
+        prefix = list(self.tokenizer.prefix)
+        if not text and not prefix:
+            prefix = [self.tokenizer.encoder.eod_id]
+        first = [*prefix, *self.tokenizer.encoder.encode(text).tolist()]
+        whole = [*prefix, *self.tokenizer.encoder.encode(text + continuation).tolist()]
         if whole == first:
             raise ConfigError(f"a continuation must have tokens; {continuation!r} has none")
         # Where the texts merge into one token, it counts for the continuation.

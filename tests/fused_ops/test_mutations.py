@@ -124,8 +124,8 @@ MUTATIONS = [
     ),
     Mutation(
         "row_and_column_streams_are_one", "keys.py",
-        "self.layer, self.expert, STREAMS[name])",
-        'self.layer, self.expert, STREAMS[name.replace("wgrad", "dgrad")])',
+        "self.layer, self.expert, STREAMS[name]",
+        'self.layer, self.expert, STREAMS[name.replace("wgrad", "dgrad")]',
         ("test_keys.py::test_row_and_column_streams_of_a_gradient_differ",),
     ),
     Mutation(

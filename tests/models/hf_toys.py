@@ -121,6 +121,14 @@ TOYS = {
         "nemotron_h",
         {**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"]},
     ),
+    "nemotron_3_tied": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["mamba", "moe", "attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
     "nemotron_3_latent": (
         "nemotron_h",
         {
@@ -156,6 +164,9 @@ def make_toy(name: str, folder: Path, *, seed: int = 0, dtype: str = "float32", 
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     randomize(model, seed)
+    if config.tie_word_embeddings:  # not every class of transformers does
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.get_input_embeddings().weight)
     model.save_pretrained(folder)
     return Path(folder)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fused_ops.quantize import quantize
 from fused_ops.recipe import get_recipe
 from models.config import ParallelConfig
-from models.dispatch import PackedDispatcher, codes_to_all, dispatch_reason
+from models.dispatch import TokenDispatcher, codes_to_all, dispatch_reason
 from models.gather_bytes import communication_lines
 from models.parallel_linear import GemmModule
 from models.precision import PrecisionState, apply_precision
@@ -152,7 +152,7 @@ def test_reasons():
 def test_dispatchers_of_another_kind_stay():
     (chunk,), _ = toy.make("E", moe_token_dispatcher_type="allgather")
     layer = chunk.decoder.layers[0].mlp
-    assert not isinstance(layer.token_dispatcher, PackedDispatcher)
+    assert not isinstance(layer.token_dispatcher, TokenDispatcher)
     (chunk,), _ = toy.make("E")
-    assert isinstance(chunk.decoder.layers[0].mlp.token_dispatcher, PackedDispatcher)
+    assert isinstance(chunk.decoder.layers[0].mlp.token_dispatcher, TokenDispatcher)
     assert isinstance(chunk.decoder.layers[0].mlp.token_dispatcher.experts.linear_fc1, GemmModule)

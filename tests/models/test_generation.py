@@ -117,6 +117,23 @@ def test_equals_the_full_forward_pass_in_nvfp4(recipe, pattern):
         assert_same(model, sizes)
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "latent attention, yarn", "sinks and windows"])
+def test_bf16_is_as_near_to_fp32_as_the_full_pass(kind):
+    """BF16 rounds after every layer, so that passes with other sums differ; neither is worse."""
+    pattern, section, fields = KINDS[kind]
+    ids = sequences()
+    exact = build(pattern, model=section, **fields)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.bfloat16().to(parameter.dtype)
+    model = build(pattern, model=section, dtype=torch.bfloat16, **fields)
+    model.load_state_dict(exact.state_dict())
+    for logits, s in zip(cached(model, ids, [3, 41]), ids):
+        wanted = full(exact, s)
+        own = (full(model, s) - wanted).norm()
+        assert (logits - wanted).norm() < 1.3 * own
+        assert own > 1e-4 * wanted.norm()
+
+
 def test_windows_sinks_and_scaling_are_really_there():
     """Each of these settings moves the logits: else the comparison above would say nothing."""
     ids = sequences()[0]

@@ -205,7 +205,8 @@ def test_a_spike_is_found_the_same_on_two_ranks(folder):
 
 
 class OneRank(Callback):
-    """In one batch, on one rank alone: a layer's output is not finite, its gradient, or larger."""
+    """In one batch, on one rank alone: a layer's output or gradient is not finite, or its losses
+    are larger."""
 
     def __init__(self, kind: str, rank: int, step: int = BAD_STEP) -> None:
         self.kind, self.rank, self.step = kind, rank, step
@@ -214,7 +215,9 @@ class OneRank(Callback):
     def before_step(self, trainer, step):
         if step == 1 and trainer.world.rank == self.rank:
             for chunk in trainer.engine.chunks:
-                module = dict(named_gemms(unwrap(chunk))).get(POISON)
+                model = unwrap(chunk)
+                layer = dict(named_gemms(model)).get(POISON)
+                module = model if self.kind == "spike" else layer
                 if module is not None:
                     module.register_forward_hook(self.hook)
         # By its batch: a step that comes again after a rollback has another.
@@ -228,7 +231,7 @@ class OneRank(Callback):
         if self.kind == "gradient":
             first.register_hook(lambda grad: grad * math.inf)
             return output
-        changed = first * (math.nan if self.kind == "loss" else 40.0)
+        changed = first * (math.nan if self.kind == "loss" else 1.5)
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
 
@@ -265,7 +268,7 @@ def _one_bad_rank(place: str) -> dict[str, tuple[dict, list]]:
         trainer = Trainer(make_config(data), [OneRank(kind, rank, step)])
         state = asdict(trainer.run())
         found[name] = state, rows_of(trainer.run_dir)[1]
-        shut_down()
+    shut_down()
     return found
 
 

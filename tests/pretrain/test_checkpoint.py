@@ -435,6 +435,17 @@ def test_a_hostile_object_is_refused_by_name(copied, tmp_path):
     trial.manager.close()
 
 
+def test_a_hostile_common_state_is_refused_by_name(copied, tmp_path, monkeypatch):
+    """megatron-core prefers an old common.pt, and torch obeys this variable there."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save([Evil(tmp_path / "ran")], step_dir(copied, STEPS) / "common.pt")
+    trial = open_trial(copied)
+    with pytest.raises(UnsafeCheckpoint, match=r"step_00000005/common.pt .* refused without"):
+        trial.resume()
+    assert not (tmp_path / "ran").exists()
+    trial.manager.close()
+
+
 def test_an_index_cannot_point_outside(copied):
     folder = step_dir(copied, STEPS)
     index = checkpoint_safe.read_index(folder)

@@ -2,7 +2,9 @@
 """Saves that fail, saves in the background, and who may write to a run folder."""
 
 import os
+import resource
 import shutil
+import signal
 
 import pytest
 import torch
@@ -62,6 +64,30 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, monkeypatch, asynchro
     trial.save()  # the same process tries again: nothing stale is finished in its name
     trial.manager.close()
     assert find_latest(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_write_that_the_machine_refuses_is_said_in_its_words(tmp_path, asynchronous):
+    """Not in those of torch.save, which reports a position in a file."""
+    trial = open_trial(tmp_path, {"checkpoint": {"async_save": asynchronous}})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+
+    def save_and_wait():
+        trial.save()
+        trial.manager.wait()
+
+    try:
+        with pytest.raises(CheckpointError, match=r"_00000000 was not written: .* size of files"):
+            save_and_wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert find_latest(tmp_path) is None
+    trial.save()
+    trial.manager.close()
+    assert find_latest(tmp_path).step == 0
 
 
 def test_room_is_checked_before_anything_is_written(tmp_path, monkeypatch):

@@ -389,6 +389,18 @@ def test_free_changes_are_listed():
     ]
 
 
+def test_pipeline_cuts_and_recomputation_belong_to_the_layout():
+    """A run that was cut into stages by hand goes on in one, or with what memory asks for."""
+    saved = changed("model", pattern="*|-")
+    wanted = "changed model.pattern: '*|-' -> '*-'"
+    assert compare(saved, SAVED, {}) == [wanted]
+    fields = {**SAVED["model"]["megatron"], "recompute_granularity": "full"}
+    now = changed("model", megatron=fields)
+    assert compare(SAVED, now, {}) == [
+        "changed model.megatron.recompute_granularity: None -> 'full'"
+    ]
+
+
 def test_an_override_is_allowed_and_shown():
     now = changed("optimizer", lr=5e-4)
     notes = compare(SAVED, now, {"optimizer.lr": 5e-4})

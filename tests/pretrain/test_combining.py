@@ -110,6 +110,9 @@ def test_the_average_leaves_as_a_model_folder(tmp_path):
     assert found.dtype is torch.bfloat16
     assert torch.equal(found, average)
     assert not torch.equal(found, trained)
+    words = ["verify", str(run_dir), str(tmp_path / "out")]
+    assert convert.main([*words, "--weights", "ema"]) == 0
+    assert convert.main(words) == 1
 
 
 def test_average_of_checkpoints(run, tmp_path):
@@ -133,6 +136,8 @@ def test_average_of_checkpoints(run, tmp_path):
 
 def test_a_dense_model_becomes_experts(tmp_path, capsys):
     folder = hf_toys.make_toy("qwen3", tmp_path / "hf")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     import_folder(folder, tmp_path / "dense", ImportOptions(show=False, verify=False))
     dense = open_checkpoint(tmp_path / "dense")
     path, gap = upcycle(dense, tmp_path / "moe", experts=12, topk=3, show=False)
@@ -148,6 +153,8 @@ def test_a_dense_model_becomes_experts(tmp_path, capsys):
     done = export_checkpoint(moe, tmp_path / "out", ExportOptions(show=False))
     assert done.verdict.ok
     assert done.family == "qwen3_moe"
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     words = ["upcycle", str(tmp_path / "dense"), str(tmp_path / "half"), "--experts", "4"]
     assert convert.main([*words, "--pattern", "*-*E"]) == 0
     assert open_checkpoint(tmp_path / "half").section.pattern == "*-*E"

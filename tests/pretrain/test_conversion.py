@@ -17,7 +17,7 @@ from models.hf_mapping import FAMILIES
 from pretrain.conversion.exporting import ExportOptions, export_checkpoint, make_pair
 from pretrain.conversion.importing import ImportOptions, import_folder
 from pretrain.conversion.opened import open_checkpoint
-from pretrain.conversion.verifying import open_folder, verify_pair
+from pretrain.conversion.verifying import _equal, open_folder, verify_pair
 from tests.models import hf_toys
 
 FILE = "model.safetensors"
@@ -181,6 +181,20 @@ def test_damage_is_seen(damage, copied):
     if layer is not None:  # ... and so do the logits, which share nothing with the tables.
         assert verdict.logits.diverged.name == layer
         assert verdict.logits.problem in verdict.problems
+
+
+def test_no_number_and_infinity_equal_themselves_alone(copied):
+    folder, checkpoints = copied("qwen2")
+    name = "model.layers.1.self_attn.k_proj.bias"
+    for bad in (float("nan"), float("inf")):
+        edit(folder, lambda t, bad=bad: t[name].__setitem__(0, bad))
+        verdict = verify(checkpoints, folder, logits=False)
+        assert any(name in problem for problem in verdict.problems)
+    stored = torch.tensor([float("nan"), float("inf"), 1.0])
+    assert _equal(stored, stored.clone())
+    assert not _equal(stored, torch.tensor([0.0, float("inf"), 1.0]))
+    largest = torch.finfo(torch.float32).max
+    assert not _equal(stored, torch.tensor([float("nan"), largest, 1.0]))
 
 
 def test_a_changed_number_of_the_configuration_is_seen(copied):

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from fused_ops.errors import ConfigError
 from fused_ops.formats import QuantizedTensor
 from pretrain.__main__ import main as pretrain
+from pretrain.conversion.exporting import export_config, export_plan
 from pretrain.conversion.importing import ImportOptions, import_folder
 from pretrain.conversion.opened import open_checkpoint
-from pretrain.conversion.packing import PackOptions, export_packed, open_packing
+from pretrain.conversion.packing import PackOptions, chosen, export_packed, open_packing
 from pretrain.generation.opened import OpenedModel
 from tests.toy import make_toy, toy_config
 from tools import convert
@@ -183,6 +185,19 @@ def test_local_amaxes_are_said(folder, tmp_path):
     run = train(folder, "shard", "*-", precision, MOE)
     done = export(run, tmp_path / "out")
     assert any("quantized again: the run took amaxes over local shards" in n for n in done.notes)
+    assert not any("equal to the trainer's values" in note for note in done.verdict.notes)
+    # The same of a run whose codes are not this project's.
+    opened = open_checkpoint(run)
+    for backend in ("transformer_engine", "fused_ops"):
+        precision = {"backend": backend, "amax_scope": "layout_invariant"}
+        config = replace(opened.config, precision=replace(opened.config.precision, **precision))
+        other = replace(opened, config=config)
+        plan = export_plan(other, export_config(other, None)[0])
+        choice = chosen(other, plan, PackOptions())
+        again = set(choice.gemms.values()) if backend == "transformer_engine" else set()
+        assert choice.again == again
+        said = any("again: transformer_engine made the run's" in note for note in choice.notes)
+        assert said == bool(again)
 
 
 def test_damage_is_seen_and_verify_reads_folders(transformer, tmp_path, capsys):
@@ -200,6 +215,27 @@ def test_damage_is_seen_and_verify_reads_folders(transformer, tmp_path, capsys):
     save_file(tensors, tmp_path / "out" / FILE)
     assert convert.main(words) == 1
     assert "input_scale is 0.0, and must be positive" in capsys.readouterr().out
+
+
+def test_what_engines_are_told_is_verified(transformer, tmp_path, capsys):
+    """A layer that engines would look for codes of, or another number of the architecture."""
+    assert export(transformer, tmp_path / "out", verify=False)
+    words = ["verify", str(transformer), str(tmp_path / "out")]
+    for name, place in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
+        path = tmp_path / "out" / name
+        text = path.read_text()
+        about = json.loads(text)
+        listed = about[place]["ignore"] if place else about["quantization"]["exclude_modules"]
+        listed.remove("model.layers.1.mlp.gate")
+        path.write_text(json.dumps(about))
+        assert convert.main(words) == 1
+        assert f"FAILED: {name}: its description of quantized" in capsys.readouterr().out
+        path.write_text(text)
+    path = tmp_path / "out" / "config.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "vocab_size": about["vocab_size"] + 1}))
+    assert convert.main(words) == 1
+    assert "FAILED: configuration: vocab_size" in capsys.readouterr().out
 
 
 def test_packed_folders_are_refused_unless_decoded(transformer, tmp_path):

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved in one layout, continued in another: model and optimizer, every pair of layouts."""
+"""Saved in one layout, continued in another: model and optimizer, every pair of layouts.
+
+Two things are held for each pair: what was loaded is what was saved, bit for bit (saved again, and
+every whole tensor of model and optimizer compared), and the steps that follow are those of the run
+that was never stopped, within the FP32 bound of the parity of layouts.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pretrain.checkpoint.state import data_parallel_group, load_sharded, sharded_state
+from pretrain.checkpoint.tensors import TensorReader
 from pretrain.checkpoint.write import ShardWriter
 from pretrain.parity.layouts import parse_layout
 from pretrain.parity.matrix import FP32_BOUNDS
@@ -17,7 +24,13 @@ from pretrain.train_step import train_step
 from tests.distributed import run_distributed
 
 BEFORE, AFTER = 2, 3
-LAYOUTS = ("dp2", "tp2sp", "pp2", "pp2v2", "ep2", "cp2")
+TWO = {2: ("dp2", "tp2sp", "pp2", "pp2v2", "ep2", "cp2")}
+# Of four ranks every pair; of fewer only with four.
+FOUR = {
+    1: ("dp1",),
+    2: ("pp2v2",),
+    4: ("tp2sp_pp2", "tp2sp_dp2", "tp2sp_ep2", "pp2v2_dp2", "tp2sp_cp2"),
+}
 
 
 def _steps(case, engine, first, last):
@@ -48,10 +61,11 @@ def _save_all(folder, pattern, layouts):
     """{layout: figures of an uninterrupted run}; each leaves its state after BEFORE steps."""
     folder, case = Path(folder), read_case(pattern, "fp32", BEFORE + AFTER)
     found = {}
-    for number, name in enumerate(layouts):
+    for name in layouts:
         engine = build(case, parse_layout(name), "cpu")
-        if number == 0:
+        if not (folder / "start").exists():
             save_weights(engine, folder / "start")
+        dist.barrier()
         load_weights(engine, folder / "start")
         _steps(case, engine, 0, BEFORE)
         _save(engine, folder / name)
@@ -59,41 +73,70 @@ def _save_all(folder, pattern, layouts):
     return found
 
 
-def _continue_all(folder, pattern, layouts):
-    """{(saved in, continued in): figures of the steps that follow}."""
+def _continue_all(folder, pattern, pairs):
+    """{(saved in, continued in): figures of the steps that follow}; each saves what it loaded."""
     folder, case = Path(folder), read_case(pattern, "fp32", BEFORE + AFTER)
     found = {}
-    for name in layouts:  # outside: groups of a layout are made once
-        for before in layouts:
-            engine = build(case, parse_layout(name), "cpu")
-            load_sharded(folder / before, engine.chunks, engine.optimizer)
-            scheduler = json.loads((folder / before / "scheduler.json").read_text())
-            engine.scheduler.load_state_dict(scheduler)
-            engine.precision_state.weights_changed()
-            found[before, name] = _steps(case, engine, BEFORE, BEFORE + AFTER)
+    for before, name in pairs:  # groups of a layout are made once: its pairs follow each other
+        engine = build(case, parse_layout(name), "cpu")
+        load_sharded(folder / before, engine.chunks, engine.optimizer)
+        scheduler = json.loads((folder / before / "scheduler.json").read_text())
+        engine.scheduler.load_state_dict(scheduler)
+        engine.precision_state.weights_changed()
+        _save(engine, folder / f"{before}-{name}")
+        found[before, name] = _steps(case, engine, BEFORE, BEFORE + AFTER)
     return found
 
 
-def check(folder, pattern, layouts, timeout):
-    """Every pair within the FP32 bound of the parity of layouts; a layout with itself bitwise."""
-    args = (str(folder), pattern, layouts)
-    alone = run_distributed(_save_all, 2, timeout=timeout, args=args)[0]
-    # New processes: those of gloo's groups have threads that are never freed.
-    found = run_distributed(_continue_all, 2, timeout=timeout, args=args)[0]
-    assert len(found) == len(layouts) ** 2
-    first = alone[layouts[0]]
+def _same_state(one, other):
+    """How many tensors two checkpoints hold, all equal bit for bit; of model and of optimizer."""
+    one, other = TensorReader(one), TensorReader(other)
+    assert sorted(one) == sorted(other)
+    for name in one:
+        assert torch.equal(one.read(name), other.read(name)), name
+    moments = sum(name.startswith("optimizer.") for name in one)
+    return len(list(one)) - moments, moments
+
+
+def check(folder, pattern, worlds, timeout, wanted=lambda before, after: True):
+    """Every wanted pair of `worlds`, {processes: layouts}; a layout with itself bitwise."""
+    sizes = {name: size for size, names in worlds.items() for name in names}
+    alone, found = {}, {}
+    for size, names in worlds.items():
+        args = (str(folder), pattern, names)
+        alone |= run_distributed(_save_all, size, timeout=timeout, args=args)[0]
+    pairs = [(a, b) for b in sizes for a in sizes if wanted(sizes[a], sizes[b])]
+    for size in worlds:
+        # New processes: those of gloo's groups have threads that are never freed.
+        args = (str(folder), pattern, [pair for pair in pairs if sizes[pair[1]] == size])
+        found |= run_distributed(_continue_all, size, timeout=timeout, args=args)[0]
+    assert len(found) == len(pairs)
+    first = alone[next(iter(sizes))]
     for (before, after), figures in found.items():
+        where = f"{before} -> {after}"
         for (loss, norm), (expected_loss, expected_norm) in zip(figures, first, strict=True):
-            where = f"{before} -> {after}"
             assert abs(loss - expected_loss) <= FP32_BOUNDS["loss"] * expected_loss, where
             assert abs(norm - expected_norm) <= FP32_BOUNDS["grad_norm"] * expected_norm, where
-    for name in layouts:
-        assert found[name, name] == alone[name], name
+        model, moments = _same_state(folder / before, folder / f"{before}-{after}")
+        assert model > 20, where
+        assert moments >= 2 * 20, where
+        if before == after:
+            assert figures == alone[before], where
     losses = [loss for loss, _ in first]
     assert max(losses) - min(losses) > 1e-3, "nothing was trained"
+    return len(pairs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_pair_of_layouts(tmp_path):
-    check(tmp_path, "M-*E", LAYOUTS, timeout=800)
+    assert check(tmp_path, "M-*E", TWO, timeout=800) == 36
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_layouts_of_four_ranks(tmp_path):
+    def with_four(before, after):
+        return 4 in (before, after)
+
+    assert check(tmp_path, "M-*E", FOUR, timeout=1700, wanted=with_four) == 45

@@ -3,6 +3,8 @@
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,10 +72,35 @@ def test_mistakes_are_exit_status_2(folder, checkpoints, tmp_path, capsys):
     assert "CKPT_DIR must be new" in capsys.readouterr().err
     assert convert.main(["export", str(tmp_path), str(tmp_path / "h")]) == 2
     assert "CKPT_DIR must hold a checkpoint" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for pickle, says in ((None, "it holds none"), ("pytorch_model.bin", "is a pickle, which can")):
+        if pickle is not None:
+            (tmp_path / pickle).write_bytes(b"")
+        assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
+        assert says in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors")
     assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
     assert "did you mean llama?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["import", "export", "upcycle"])
+def test_a_full_disk_is_said_and_leaves_nothing(folder, checkpoints, tmp_path, command, capsys):
+    """A process may write files of 20 kB and no more: what the machine says has no name in it."""
+    source = folder if command == "import" else checkpoints
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    more = ["--experts", "4"] if command == "upcycle" else []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        status = convert.main([command, str(source), str(tmp_path / "new"), *more])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert status == 2
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'new'}: file too large; raise the limit" in said
+    assert not list(tmp_path.rglob("*.distcp*")) + list(tmp_path.rglob("*.safetensors*"))
 
 
 def test_inspect(folder, checkpoints, tmp_path, capsys):

@@ -2,6 +2,7 @@
 """Scores and answers against full forward passes; the harness itself where it is installed."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,16 @@ def test_likelihoods_are_those_of_full_passes(opened):
     assert len(best) == 3
 
 
+def test_a_tokenizer_without_a_beginning(opened, monkeypatch):
+    """As Qwen's: only what has nothing before it gets the end of another document."""
+    scorer = Scorer(opened)
+    monkeypatch.setattr(scorer, "tokenizer", replace(opened.tokenizer, prefix=()))
+    assert scorer.encode_pair("", "w9 w10") == ([0], [9, 10])
+    assert scorer.encode_pair("w5 w6", " w7") == ([5, 6], [7])
+    found = scorer.text_log_likelihoods(["w5 w6"])
+    assert found[0] == pytest.approx(float(log_probs(opened, [0, 5, 6])[0].sum()), rel=1e-5)
+
+
 def test_long_inputs_lose_their_beginning_and_are_counted(opened):
     scorer = Scorer(opened, batch_size=2)
     ids = [1 + i % 100 for i in range(60)]
@@ -105,7 +116,7 @@ def test_answers_end_at_the_first_stop(opened):
         new = greedy_text(opened, ids, 8)[len(ids) :]
         new = new[: new.index(0)] if 0 in new else new
         expected[text] = opened.tokenizer.decode(new)
-    settings = {"until": [], "max_gen_toks": 8, "do_sample": False}
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": False, "num_beams": 1}
     found = answers.generate_until([request(text, settings) for text in expected])
     assert found == list(expected.values())
     stop = expected["w9"].split()[3]

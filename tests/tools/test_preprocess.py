@@ -357,6 +357,14 @@ def test_parquet_without_its_column_or_package_is_named(tmp_path, tokenizer, cap
         ("in.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 99)[:-5], "zstd frame is cut"),
         ("in.jsonl.zst", b"not zstd at all", "readable to its end"),
         ("in.npy", b"\x93NUMPY", "one-dimensional .npy"),
+        ("in.npy.gz", b"not gzip", "in.npy.gz: Not a gzipped file"),
+        ("in.npy.zst", b"not zstd at all", "in.npy.zst: zstd decompressor error"),
+        ("in.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 50, "readable to its end"),
+        (
+            "in.jsonl",
+            b'{"text": "a", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+            "in.jsonl, line 1: ",
+        ),
     ],
 )
 def test_bad_inputs_are_named(tmp_path, tokenizer, capsys, name, content, message):
@@ -421,27 +429,6 @@ def test_a_tokenizer_without_an_end_needs_one_named(tmp_path, texts, tokenizer, 
     assert "in [0, 400); got 400" in capsys.readouterr().err
     assert run(*arguments, "--eod-id", "0", "--valid-fraction", "0") == 0
     assert sorted(decode(tmp_path / "out")) == sorted(texts)
-
-
-def test_index_describes_existing_shards(tmp_path, texts, tokenizer, capsys):
-    write_lines(tmp_path / "in.jsonl", texts)
-    run(tmp_path / "in.jsonl", tmp_path / "out", tokenizer, "--valid-fraction", "0")
-    folder = tmp_path / "out" / "train"
-    written = load_manifest(folder)
-    (folder / "manifest.json").unlink()
-    assert preprocess.main(["index", str(folder), "--tokenizer", str(tokenizer)]) == 0
-    assert load_manifest(folder).shards == written.shards
-    assert load_manifest(folder).fingerprint() == written.fingerprint()
-    assert preprocess.main(["index", str(folder)]) == 0
-    found = load_manifest(folder)
-    assert found.eod_id == 0
-    assert found.vocab_size <= 400
-    assert preprocess.main(["index", str(folder), "--vocab-size", "10"]) == 2
-    assert "must be in [0, 10)" in capsys.readouterr().err
-    os.truncate(folder / "shard_00000.bin", 1000)
-    assert preprocess.main(["index", str(folder)]) == 2
-    assert "ends at byte 1000" in capsys.readouterr().err
-    assert preprocess.main(["index", str(tmp_path)]) == 2
 
 
 def test_tools_do_not_load_torch():

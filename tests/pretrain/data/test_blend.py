@@ -96,6 +96,47 @@ def test_curriculum_changes_at_its_sample_and_counts_on():
         assert blend.counts(1000)[number] == mine.size
 
 
+def departure(phases, length):
+    """The largest departure of a source from its share, in samples, over all prefixes."""
+    blend = Blend(phases)
+    source, index = blend.locate(np.arange(length))
+    weights = np.empty((length, len(phases[0][1])))
+    for first, resolved in phases:
+        weights[first:] = np.array(resolved) / RESOLUTION
+    drawn_ = source[:, None] == np.arange(weights.shape[1])
+    for number in range(weights.shape[1]):
+        assert index[source == number].tolist() == list(range(int(drawn_[:, number].sum())))
+    assert blend.counts(length).tolist() == drawn_.sum(0).tolist()
+    return float(np.abs(np.cumsum(drawn_, 0) - np.cumsum(weights, 0)).max())
+
+
+@pytest.mark.parametrize(
+    ("phases", "length"),
+    [
+        # Two that change places at every sample: rounding each phase alone gives one of them all.
+        ([(i, resolve_weights([0.5 + i % 2 / 9999, 0.5 - i % 2 / 9999])) for i in range(400)], 500),
+        ([(100 * i, resolve_weights([5 + i, 30 - i % 7, 20 - i % 5])) for i in range(400)], 40_000),
+        ([(7 * i, resolve_weights([1, 2 * (i % 3), 3 + i % 4, 9])) for i in range(300)], 3000),
+    ],
+)
+def test_departures_do_not_add_up_over_a_curriculum(phases, length):
+    assert departure(phases, length) < 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    phases=st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 100), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_any_curriculum_of_three_sources_stays_within_two(phases):
+    firsts = np.cumsum([0] + [length for length, _ in phases]).tolist()
+    named = [(first, resolve_weights(weights)) for first, (_, weights) in zip(firsts, phases)]
+    assert departure(named, firsts[-1] + 200) <= 2
+
+
 def test_phases_must_ascend_from_zero():
     with pytest.raises(ConfigError, match="start at sample 0"):
         Blend([(5, resolve_weights([1]))])

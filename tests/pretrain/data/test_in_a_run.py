@@ -2,11 +2,14 @@
 """In whole runs: what `tools.data show` says is what the model is given; data that changes."""
 
 import json
+import shutil
 
 import pytest
 import yaml
 
+import pretrain.data
 import pretrain.train_step
+import pretrain.trainer
 from pretrain.__main__ import main
 from pretrain.data import DataConfig, open_dataset
 from tests.toy import SEQ_LENGTH, make_toy, toy_config
@@ -34,8 +37,30 @@ def trained(tmp_path_factory):
     config.write_text(yaml.safe_dump(toy_config(make_toy(folder), "*-", **sections)))
     with pytest.MonkeyPatch.context() as patch:
         seen = hooked(patch)
+        order = first_reads(patch)
         assert main([str(config)]) == 0
+    # The first step is read while the model is made, and only once.
+    assert [what for what in order if what in ("prepare 0", "engine")] == ["prepare 0", "engine"]
+    assert order.count("read 0") == 1
     return folder, config, seen
+
+
+def first_reads(patch):
+    """What is done in what order: the first step prepared, the engine made, steps read."""
+    order, loader = [], pretrain.data.TrainLoader
+    prepare, make, build = loader.prepare, loader._make, pretrain.trainer.build_engine
+
+    def noted(text, call):
+        def called(*arguments):
+            order.append(text if text == "engine" else f"{text} {arguments[1]}")
+            return call(*arguments)
+
+        return called
+
+    patch.setattr(loader, "prepare", noted("prepare", prepare))
+    patch.setattr(loader, "_make", noted("read", make))
+    patch.setattr("pretrain.trainer.build_engine", noted("engine", build))
+    return order
 
 
 def hooked(patch):
@@ -106,6 +131,48 @@ def test_show_divides_a_step_over_ranks_and_prints_it(trained, capsys):
     assert "got 8; the nearest valid sizes are 6 and 12" in capsys.readouterr().err
     assert data.main(["show", str(config), "--step", "0"]) == 2
     assert "--step counts from 1; got 0" in capsys.readouterr().err
+
+
+def test_show_steps_over_what_the_run_stepped_over(tmp_path, capsys, monkeypatch):
+    """Left out from the start, set midway, and still to come; with the ids of the run."""
+    config = tmp_path / "run.yaml"
+    sections = {
+        "train": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 2, "dtype": "fp32"},
+        "data": {"valid": None, "skip_samples": [[2, 4]]},
+        "checkpoint": {"interval": 3},
+    }
+    config.write_text(yaml.safe_dump(toy_config(make_toy(tmp_path), "*-", **sections)))
+    seen = hooked(monkeypatch)
+    assert main([str(config)]) == 0
+    # Samples 0, 1 and 5 to 14 are read; what is left out later was read by step 3.
+    later = [str(config), "data.skip_samples=[[2,4],[12,13],[16,17],[21,21]]", "train.steps=5"]
+    assert main(later) == 0
+    capsys.readouterr()
+    samples = [[0, 1, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14], [15, 18, 19, 20], [22, 23, 24, 25]]
+    for step, expected in enumerate(samples, 1):
+        assert data.main(["show", *later, "--step", str(step), "--json"]) == 0
+        shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [s["sample"] for s in shown] == expected
+        assert [s["ids"] for s in shown] == [t for _, tokens in sorted(seen[step]) for t in tokens]
+    assert data.main(["show", *later, "--step", "7"]) == 0
+    assert "step 7 reads samples 30 to 33: " in capsys.readouterr().out
+    assert data.main(["show", *later, "--step", "1"]) == 0
+    assert "samples 0 to 6 without 3 that are stepped over" in capsys.readouterr().out
+    # Before the run has started, and with a rollback that no checkpoint knows yet.
+    shutil.rmtree(tmp_path / "runs")
+    assert data.main(["show", *later, "--step", "5"]) == 0
+    assert "step 5 reads samples 24 to 27: " in capsys.readouterr().out
+    (tmp_path / "runs" / "toy").mkdir(parents=True)
+    rows = [
+        {"step": 1, "loss": 1.0, "samples": 7},
+        {"step": 1, "event": "rollback", "samples": [7, 10]},
+        {"step": 2, "loss": 1.0, "samples": 15},
+    ]
+    record = tmp_path / "runs" / "toy" / "metrics.jsonl"
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert data.main(["show", *later[:1], "--step", "2", "--json"]) == 0
+    shown = [json.loads(line)["sample"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [11, 12, 13, 14]
 
 
 def test_another_sequence_length_is_refused_or_goes_on(trained, capfd, caplog, monkeypatch):

@@ -146,6 +146,28 @@ def test_prefetch_gives_the_same_batches(dataset):
     ahead.close()
 
 
+def test_a_prepared_step_is_read_once_and_a_changed_one_again(dataset, monkeypatch):
+    made, make = [], TrainLoader._make
+    monkeypatch.setattr(
+        TrainLoader, "_make", lambda self, *step: (made.append(step), make(self, *step))[1]
+    )
+    plain, ahead = TrainLoader(dataset, 8, 2), TrainLoader(dataset, 8, 2, prefetch=True)
+    plain.prepare(8)  # nothing to do it in
+    assert made == []
+    ahead.prepare(8)
+    ahead.leave_out([])
+    assert [b["sample_ids"] for b in ahead.step(8)] == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    ahead.close()
+    assert made.count((8, 8)) == 1
+    ahead = TrainLoader(dataset, 8, 2, prefetch=True)
+    ahead.prepare(8)
+    ahead.leave_out([(9, 9)])
+    assert [b["sample_ids"] for b in ahead.step(8)] == [[8, 10], [11, 12], [13, 14], [15, 16]]
+    ahead.prepare(0)  # not the step that is then asked for
+    assert [b["sample_ids"][0] for b in ahead.step(24)] == [24, 26, 28, 30]
+    ahead.close()
+
+
 def test_prefetch_reports_damage_at_the_step_that_needs_it(tmp_path):
     write_folder(tmp_path, documents(30), num_shards=1)
     loader = TrainLoader(
