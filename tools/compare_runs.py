@@ -11,7 +11,9 @@ compare.png and compare.html (self-contained) into --output.
 
 import argparse
 import json
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,9 @@ REFERENCE = Path(__file__).resolve().parent.parent / "examples" / "study" / "ref
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     cpu_compat.enable()
     parser = argparse.ArgumentParser(prog="python -m tools.compare_runs", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -12,7 +12,9 @@ is the damage at this checkpoint, not that of training with the plan.
 """
 
 import argparse
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from pretrain import cpu_compat
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     cpu_compat.enable()
     parser = argparse.ArgumentParser(prog="python -m tools.rank_layers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rank(options: argparse.Namespace) -> int:
     from pretrain.config import load_config
+    from pretrain.conversion.progress import Bar
     from pretrain.ranking import choose
     from pretrain.ranking.measure import damage, each_alone, measure, quantized_modules
     from pretrain.ranking.opened import open_engine, read_batches
@@ -63,8 +69,11 @@ def _rank(options: argparse.Namespace) -> int:
     whole = damage(measure(engine, first, engine.plan.recipes()), exact)
     print(f"step {step}; {len(exact.losses)} samples; loss with 16-bit GEMMs {exact.loss:.4f}")
     found = {}
-    for name, gemm, one in each_alone(engine, first, exact, gemms=not options.no_gemms):
-        found[name, gemm] = one
+    with Bar("layers", len(names)) as bar:
+        for name, gemm, one in each_alone(engine, first, exact, gemms=not options.no_gemms):
+            found[name, gemm] = one
+            if gemm == "all":
+                bar.step()
     layers = {name: one for (name, gemm), one in found.items() if gemm == "all"}
     scores = choose.scores(layers, options.by)
     modules = engine.plan.modules

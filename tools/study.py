@@ -14,7 +14,9 @@ failed.
 
 import argparse
 import fcntl
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from pretrain import cpu_compat
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     cpu_compat.enable()
     parser = argparse.ArgumentParser(prog="python -m tools.study", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
