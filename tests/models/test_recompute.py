@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from fused_ops.recipe import get_recipe
 from models import micro_batch, parallel_linear
 from models.parallel_linear import GemmModule
+from models.precision import PrecisionState
 from tests.models import toy
 
 RECOMPUTE = {
@@ -29,9 +29,9 @@ RECOMPUTE = {
 
 
 def _state():
-    return SimpleNamespace(
-        seed=5, step=3, micro_batch=0, weights_epoch=0, nonfinite=None, check_finite=False
-    )
+    state = PrecisionState(seed=5)
+    state.set_step(3)
+    return state
 
 
 def _prepare(recompute, pattern="M-*E"):
