@@ -21,7 +21,10 @@ from fused_ops.activation import squared_relu, swiglu
 from fused_ops.cross_entropy import cross_entropy
 from fused_ops.embedding import embedding
 from fused_ops.formats import OperandSpec
+from fused_ops.gather import Places, sum_rows, take_rows
+from fused_ops.grouped_linear import grouped_linear
 from fused_ops.keys import OPERANDS
+from fused_ops.linear_call import LinearCall
 from fused_ops.quantize import (
     amax_pair,
     operand_amax,
@@ -37,6 +40,7 @@ from fused_ops.recipe import RECIPES
 from fused_ops.rmsnorm import rmsnorm_and_input
 from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.weight_codes import WeightCodes
 
 KEY = (0x12345678, 0x9ABCDEF0)
 SHAPES = ((64, 128), (80, 48), (33, 50))
@@ -68,6 +72,7 @@ def cases(device: str) -> Iterator[Case]:
         yield from _quantizers()
         yield from _pairs()
         yield from _products()
+        yield from _experts()
         yield from _glue()
 
 
@@ -155,6 +160,25 @@ def _products() -> Iterator[Case]:
             f"product {name} into a sum",
             partial(scaled_matmul, left, right, out_dtype=torch.bfloat16, accumulate=total),
         )
+
+
+def _experts() -> Iterator[Case]:
+    """Forward and backward of a layer of experts, some with a token or none, into FP32 sums."""
+    counts = [0, 1, 17, 46]
+    for name in ("bf16", "nvfp4", "nvfp4_fast", "nvfp4_pow2", "fp8_tensorwise"):
+        weight = torch.nn.Parameter(_random(len(counts), 96, 48))
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+        x = _random(sum(counts) + 3, 48).requires_grad_()
+        call = LinearCall(recipe=RECIPES[name], main_grad=True, weight_codes=WeightCodes())
+
+        def run(x: Tensor = x, weight: Any = weight, call: LinearCall = call) -> None:
+            y = grouped_linear(x, weight, counts, call=call)
+            y.backward(torch.ones_like(y))
+
+        yield f"experts {name}", run
+    places = Places(torch.randint(0, 33, (70,)), 33)
+    rows = _random(33, 144).requires_grad_()
+    yield "copies of tokens", lambda: sum_rows(take_rows(rows, places), places).sum().backward()
 
 
 def _glue() -> Iterator[Case]:

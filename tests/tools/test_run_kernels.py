@@ -16,7 +16,7 @@ def test_every_case_runs():
         names.append(name)
     assert len(names) == len(set(names))
     text = " ".join(names)
-    for word in ("rows nvfp4", "columns nvfp4", "fp8_tensorwise", "16x16", "pair reference"):
+    for word in ("rows nvfp4", "columns nvfp4", "experts nvfp4_fast", "16x16", "pair reference"):
         assert word in text, word
 
 
