@@ -22,6 +22,7 @@ from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import quantize_decoded
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,9 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _report(options.operands, options.rows)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

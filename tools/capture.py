@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _capture(options)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

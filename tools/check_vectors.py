@@ -31,6 +31,7 @@ from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize import QUANTIZE, quantize
 from fused_ops.scaled_matmul.api import SCALED_MATMUL, scaled_matmul
 from fused_ops.testing import count_different, relative_error
+from pretrain.command_line import refused
 
 PARTS = ("codes", "scales", "amax")
 GEMM_INPUTS = ("x", "w", "dy")
@@ -259,9 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(line, flush=True)
             results.append(equal)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     wrong = results.count(False)
     print(f"{len(results)} compared, {wrong} different" if wrong else f"{len(results)} equal")
     return 1 if wrong else 0

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             return _report(options, Path(folder))
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _report(options: argparse.Namespace, folder: Path) -> int:

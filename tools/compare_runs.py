@@ -11,24 +11,19 @@ compare.png and compare.html (self-contained) into --output.
 
 import argparse
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 REFERENCE = Path(__file__).resolve().parent.parent / "examples" / "study" / "reference"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()
+    prepare()
     parser = argparse.ArgumentParser(prog="python -m tools.compare_runs", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or one of several")
@@ -50,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _compare(options)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _compare(options: argparse.Namespace) -> int:

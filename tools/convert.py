@@ -30,6 +30,7 @@ from typing import Any
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"FAILED: {problem}" for problem in error.problems), file=sys.stderr)
         return 1
     except (ConfigError, CheckpointError) as error:
-        for problem in getattr(error, "problems", [str(error)]):
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     except OSError as error:
         print(f"error: {_failed(error, options)}", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
+from pretrain.command_line import refused
 from pretrain.data.manifest import DataError, load_manifest
 from pretrain.data.stats import (
     bits,
@@ -285,9 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
             options
         )
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 if __name__ == "__main__":

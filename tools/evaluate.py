@@ -11,14 +11,12 @@ precision.recipe=bf16 change that. One process; the package lm_eval must be inst
 
 import argparse
 import json
-import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,19 +91,14 @@ def _kept(results: dict[str, Any], opened: Any) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table of results; returns the exit status."""
     options = _parser().parse_intermixed_args(arguments)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()  # before megatron-core is imported
+    prepare()
     from pretrain.checkpoint.manager import CheckpointError
     from pretrain.initialize import shut_down
 
     try:
         _evaluate(options)
     except (ConfigError, CheckpointError) as error:
-        for problem in getattr(error, "problems", [str(error)]):
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     finally:
         shut_down()
     return 0

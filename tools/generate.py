@@ -8,14 +8,12 @@ several times: they go together, each to its end of document. One process, any m
 """
 
 import argparse
-import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 if TYPE_CHECKING:
     from models.generation.sampling import Sampling
@@ -92,10 +90,7 @@ def _print_texts(
 def main(arguments: list[str] | None = None) -> int:
     """Prints the prompts and what the model makes of them; returns the exit status."""
     options = _parser().parse_intermixed_args(arguments)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()  # before megatron-core is imported
+    prepare()
     from models.generation.sampling import Sampling
     from pretrain.checkpoint.manager import CheckpointError
     from pretrain.generation.opened import OpenedModel
@@ -114,9 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         _print_texts(opened, prompts, options, sampling)
     except (ConfigError, CheckpointError) as error:
-        for problem in getattr(error, "problems", [str(error)]):
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     except KeyboardInterrupt:
         print()
         return 130

@@ -12,15 +12,13 @@ a recipe by name; without a name it is the run's `precision.phases`, or what the
 
 import argparse
 import json
-import logging
 import sys
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 if TYPE_CHECKING:
     from pretrain.generation.mismatch_report import Report
@@ -87,10 +85,7 @@ def _said(gap: float) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the comparison; returns the exit status."""
     options = _parser().parse_intermixed_args(arguments)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()  # before megatron-core is imported
+    prepare()
     from pretrain.checkpoint.manager import CheckpointError
     from pretrain.generation.handoff import HandoffError
     from pretrain.generation.mismatch_report import Question, measure
@@ -120,9 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.output is not None:
             options.output.write_text(json.dumps(asdict(report), indent=2, default=str) + "\n")
     except (ConfigError, CheckpointError, HandoffError) as error:
-        for problem in getattr(error, "problems", [str(error)]):
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     finally:
         shut_down()
     return 0

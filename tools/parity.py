@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 DEFAULT_PATTERNS = "M-*-,M-*E"
 DEFAULT_RECIPES = "fp32,bf16,nvfp4,nvfp4_fast"
@@ -64,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _report(options)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _report(options: argparse.Namespace) -> int:

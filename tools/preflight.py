@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = DEVICES[options.gpu]
         found = preflight(options.config, options.overrides, device, options.world_size)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     print(render(found))
     return 2 if found.problems else 0
 

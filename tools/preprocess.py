@@ -24,6 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fused_ops.errors import ConfigError
+from pretrain.command_line import refused
 from pretrain.data.documents import InputFile, find_inputs, records, text_of
 from pretrain.data.encode import EncodeOptions, encode_inputs
 from pretrain.data.manifest import (
@@ -309,9 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             preprocess(_parser().parse_args(arguments))
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
     except OSError as error:
         print(
             f"error: files must be readable and writable; {error.filename}: {error.strerror}; "

@@ -12,22 +12,17 @@ is the damage at this checkpoint, not that of training with the plan.
 """
 
 import argparse
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()
+    prepare()
     parser = argparse.ArgumentParser(prog="python -m tools.rank_layers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("config", help="the run file, with the recipe to be judged")
@@ -46,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _rank(options)
     except (ConfigError, CheckpointError) as error:
-        for problem in getattr(error, "problems", [str(error)]):
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _rank(options: argparse.Namespace) -> int:

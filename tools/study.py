@@ -14,22 +14,17 @@ failed.
 
 import argparse
 import fcntl
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()
+    prepare()
     parser = argparse.ArgumentParser(prog="python -m tools.study", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", metavar="DIR", type=Path, help="holds study.yaml")
@@ -50,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _study(options)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _study(options: argparse.Namespace) -> int:

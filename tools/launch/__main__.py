@@ -10,14 +10,13 @@ CONFIG, or on this machine.
 """
 
 import argparse
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
+from pretrain.command_line import prepare
 from tools.launch.check import check_file, check_text
 from tools.launch.reach import reach_problems
 
@@ -116,12 +115,7 @@ def _add_options(render: argparse.ArgumentParser) -> None:
 
 
 def _render(chosen: argparse.Namespace) -> int:
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")  # other packages' notices that their optional parts are absent
-    from pretrain import cpu_compat  # only now: it takes seconds to import
-
-    cpu_compat.enable()  # before megatron-core is imported by the rooms below
+    prepare()
     from tools.launch.batch_script import render_slurm
     from tools.launch.job import Options, read_job
     from tools.launch.manifests import render_pytorch_job, render_train_job
