@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_ops.formats import OperandSpec
 from fused_ops.groups import Groups, groups_of, to_device
-from fused_ops.keys import STREAMS, StreamKey, philox4x32, signs
+from fused_ops.keys import STREAMS, StreamKey, layer_words, signs
 from fused_ops.linear import dummy_gradient
 from fused_ops.linear_call import LinearCall, Runs
 from fused_ops.operands import has_shared_amax, variant
@@ -119,13 +119,10 @@ def expert_keys(
 
     names: of operands of the tokens.
     """
-    mask = 0xFFFFFFFF
-    counter = (key.layer & mask, key.layer >> 32, key.step & mask, key.step >> 32)
-    r0, r1, r2, _ = philox4x32(counter, (key.seed & mask, key.seed >> 32))
+    r0, r1, r2 = layer_words(key.seed, key.step, key.layer)
     stream = torch.tensor([STREAMS[name] for name in names]).view(-1, 1)
     expert = key.expert + torch.arange(experts).view(1, -1)
-    constants = (torch.tensor([n]).view(1, 1) for n in (key.micro_batch, r2))
-    first, last = constants
+    first, last = (torch.tensor([[n]]) for n in (key.micro_batch, r2))
     words = philox.philox4x32((first, expert, stream, last), (r0, r1))
     return to_device(list(torch.stack(words[:2], -1)), device)
 

@@ -114,9 +114,14 @@ def _derive(
     seed: int, step: int, micro_batch: int, layer: int, expert: int, stream: int
 ) -> tuple[int, int, int, int]:
     """Four words; the first two are the key of an operand, all are the signs of a GEMM."""
-    counter = (layer & _MASK, layer >> 32, step & _MASK, step >> 32)
-    r0, r1, r2, _ = philox4x32(counter, (seed & _MASK, seed >> 32))
+    r0, r1, r2 = layer_words(seed, step, layer)
     return philox4x32((micro_batch, expert, stream, r2), (r0, r1))
+
+
+def layer_words(seed: int, step: int, layer: int) -> tuple[int, int, int]:
+    """r of the definition above: what all keys of a layer in a step are derived from."""
+    counter = (layer & _MASK, layer >> 32, step & _MASK, step >> 32)
+    return philox4x32(counter, (seed & _MASK, seed >> 32))[:3]
 
 
 class KeyTable:

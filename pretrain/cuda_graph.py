@@ -45,7 +45,7 @@ class StepGraph:
         self.engine, self.work = engine, work
         self._signature: tuple[Any, ...] = ()
         self._warmed = 0
-        self._recorded: Recorded | None = None
+        self._recorded: torch.cuda.CUDAGraph | None = None
         self._batches: list[dict[str, Any]] = []
         self._sums: Tensor | None = None
         self._finish: Callable[[], None] | None = None
@@ -117,22 +117,11 @@ class StepGraph:
         finally:
             config.finalize_model_grads_func = finish
 
-    def _record_on_device(self) -> tuple[Recorded, Tensor]:
+    def _record_on_device(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         return record(lambda: self._with_table(lambda: self.work(self._batches)))
 
 
-class Recorded:
-    """What was recorded; `replay` launches it again, on the same memory."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-
-    def replay(self) -> None:
-        """All launches, in their order, on the current stream."""
-        self._graph.replay()
-
-
-def record(work: Callable[[], Tensor]) -> tuple[Recorded, Tensor]:
+def record(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Records the launches of `work`, which are not run yet, and gives its result's place.
 
     Raises:
@@ -145,7 +134,7 @@ def record(work: Callable[[], Tensor]) -> tuple[Recorded, Tensor]:
     stream = torch.cuda.current_stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = work()
-    return Recorded(graph), result
+    return graph, result
 
 
 def leave_default_stream() -> None:
