@@ -18,6 +18,7 @@ MODULES = (
     "quantize.triton_block_kernels",
     "quantize.triton_fp8_kernels",
     "quantize.triton_kernels",
+    "quantize.triton_amax_kernels",
     "quantize.triton_grouped_kernels",
     "scaled_matmul.triton_grouped_kernels",
 )
