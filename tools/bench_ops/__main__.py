@@ -49,7 +49,7 @@ from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import grouped, scaled_matmul
 from fused_ops.testing import assert_close
 from fused_ops.weight_codes import WeightCodes
-from tools.bench_quantize import (
+from tools.bench_ops.quantizers import (
     CHECK,
     bench_amax,
     bench_pair,
@@ -400,7 +400,7 @@ CHOICES = (*QUANTIZERS, "matmul", "grouped", "glue", *AROUND)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser("bench_ops", description=__doc__.split("\n\n")[0])
     parser.add_argument("--op", choices=CHOICES, required=True)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])

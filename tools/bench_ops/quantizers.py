@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tools.bench_ops` times of the quantizers: `python -m tools.bench_ops --op quantize`.
+"""What is timed of the quantizers: `python -m tools.bench_ops --op quantize|amax|pair`.
 
 Each kernel's bytes are compared with the reference's before it is timed.
 """
