@@ -159,10 +159,13 @@ def quantizer_variants() -> list[Variant]:
         "BF16": True, "POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0,
         "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False, "FORM": 0, "SHIFT": 0,
     }  # fmt: skip
+    eden = {"STOCHASTIC": 2, "CHOICE": 3, "NUMERATOR": 1536.0, "HADAMARD": True}
     kinds: dict[str, dict[str, Any]] = {
         "1x16": {},
         "1x16 stochastic": {"STOCHASTIC": True},
         "1x16 hadamard stochastic": {"STOCHASTIC": True, "HADAMARD": True},
+        "1x16 hadamard ms_eden": eden,
+        "1x16 hadamard ms_eden to e4m3": eden | {"FORM": 1, "SHIFT": 2},
         "1x16 4over6": {"CHOICE": 1, "NUMERATOR": 1536.0},
         "16x16": {"TILE": True},
         "pow2 stochastic": {"POW2": True, "STOCHASTIC": True},

@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _study(options: argparse.Namespace) -> int:
     from pretrain.study.budget import costs, measure, read_rates, render
-    from pretrain.study.collect import collect, state_of
+    from pretrain.study.collect import Tables, collect, state_of
     from pretrain.study.place import Places, run_all
-    from pretrain.study.plan import StudyRun, is_finished, load_study, start_problems_of
+    from pretrain.study.plan import is_finished, load_study, start_problems_of
 
     folder = options.runs or Path("runs") / options.directory.resolve().name
     study = load_study(options.directory, folder.resolve(), options.overrides)
@@ -84,17 +84,16 @@ def _study(options: argparse.Namespace) -> int:
             print(render(costs(study, rates), places, options.hours))
             return 0
 
-        def refresh(run: StudyRun) -> None:
-            collect(study, folder)
-
+        tables = Tables(study, folder)
         outcome = run_all(
             study.runs,
             places,
             folder,
             minutes=options.minutes,
             grace_seconds=options.grace,
-            after=refresh,
+            after=lambda run: tables.refresh(),
         )
+        tables.close()
     for text in collect(study, folder).values():
         print(f"\n{text}")
     for note in study.notes:

@@ -14,6 +14,7 @@ from fused_ops.quantize import (
     cuda_backend,
     custom,
     reference,
+    rotated,
     triton_amax,
     triton_backend,
     triton_fp8,
@@ -26,10 +27,12 @@ PLAIN = OperandSpec()
 
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
+QUANTIZE.register(Implementation("triton_rotated", rotated.quantize, rotated.supports))
 QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
 QUANTIZE.register(Implementation("reference", reference.quantize, always))
 AMAX = Op("operand_amax")
 AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
+AMAX.register(Implementation("triton_rotated", rotated.operand_amax, rotated.amax_supports))
 AMAX.register(Implementation("reference", reference.operand_amax, always))
 PAIR = Op("quantize_pair")
 PAIR.register(Implementation("cuda_sr", cuda_backend.quantize_pair, cuda_backend.preferred))
