@@ -26,7 +26,7 @@ from fused_ops.quantize.rounding import Dither
 from fused_ops.testing import assert_bitwise_equal
 
 KEY = (0xDEADBEEF, 0x01234567)
-KERNEL = '''
+KERNEL = """
 import triton
 import triton.language as tl
 from {module} import eden_byte
@@ -40,7 +40,7 @@ def scales(x_ptr, byte_ptr, factor_ptr, random_ptr, out_ptr, BLOCKS: tl.constexp
         v = v + (tl.load(x_ptr + block * 16 + i),)
     byte, factor = tl.load(byte_ptr + block), tl.load(factor_ptr + block)
     tl.store(out_ptr + block, eden_byte(v, byte, factor, tl.load(random_ptr + block)))
-'''
+"""
 
 
 @pytest.fixture

@@ -162,6 +162,7 @@ def test_what_the_machine_lacks_is_said_before_anything_starts(data, tmp_path, c
 def test_one_run_to_its_end_and_a_failed_one(data, tmp_path):
     study = load_study(write_study(tmp_path / "s", data), tmp_path / "runs")
     good, bad = study.runs[0], study.runs[2]
+    good.data["checkpoint"] = {"interval": 0, "at_end": False}
     bad.data["data"] = {**bad.data["data"], "train": str(tmp_path / "nothing")}
     said = []
     outcome = run_all([bad, good], Places(per_device=2), tmp_path / "runs", tell=said.append)
@@ -169,6 +170,7 @@ def test_one_run_to_its_end_and_a_failed_one(data, tmp_path):
     assert "nothing" in outcome.failed[bad.name]
     assert is_finished(good)
     assert steps_done(good) == 3
+    assert not list(good.folder.glob("checkpoints/step*")), "at_end: false"
     assert not is_finished(bad)
     again = run_all([good], Places(), tmp_path / "runs", tell=said.append)
     assert again.finished == []
