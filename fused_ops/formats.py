@@ -380,7 +380,7 @@ class DecodedTensor:
     """An NVFP4 matrix as tensor cores multiply it, its codes not kept.
 
     data: [rows, padded cols], code * block scale: bf16, exact; or E4M3 (float8_e4m3fn), of that
-        times 2**-shift, nearest even. Zeros have no sign.
+        times 2**-shift, nearest even. Zeros have no sign. bf16 may lie as its transpose.
     amax, shape, spec, out_of_range: as of the QuantizedTensor that it stands for.
     """
 

@@ -17,7 +17,8 @@ from fused_ops.groups import Groups, groups_of, to_device
 from fused_ops.keys import STREAMS, StreamKey, layer_words, signs
 from fused_ops.linear import dummy_gradient
 from fused_ops.linear_call import LinearCall, Runs
-from fused_ops.operands import has_shared_amax, variant
+from fused_ops.main_grad import beta_of
+from fused_ops.operands import has_shared_amax, shares_codes, variant
 from fused_ops.quantize import philox, triton_grouped
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.triton_grouped import GroupedOperand, Request
@@ -186,7 +187,10 @@ def _quantize(
 
 @dataclass
 class StackCodes:
-    """The weights of all experts as operands: of fprop, and of dgrad once it is wanted."""
+    """The weights of all experts as operands: of fprop, and of dgrad once it is wanted.
+
+    No column where dgrad reads the row codes as their transpose (`operands.shares_codes`).
+    """
 
     row: GroupedOperand | None = None
     column: GroupedOperand | None = None
@@ -206,6 +210,7 @@ def _weight_codes(call: LinearCall, weight: Tensor, column: bool) -> StackCodes:
     requantized = own.source == "forward" and is_quantized(own)
     row = is_quantized(forward) and codes.row is None
     column = column and is_quantized(own) and codes.column is None
+    column = column and not shares_codes(forward, own)
     if row or (column and not requantized):
         made = _build(call, weight, row, column and not requantized)
         codes.row, codes.column = made[0] or codes.row, made[1] or codes.column
@@ -263,18 +268,21 @@ def _rows_product(
     codes: GroupedOperand | None = None
     if is_quantized(call.spec(f"{gemm}.w")):
         kept = _weight_codes(call, weight, with_dgrad)
-        codes = kept.row if gemm == "fprop" else kept.column
+        codes = kept.row if gemm == "fprop" or kept.column is None else kept.column
     left, shift = _matrix(a, form)
     if codes is None:
         right = weight.detach() if gemm == "fprop" else weight.detach().transpose(1, 2)
     else:
-        matrix, owed = codes.matrix(form)
+        turned = gemm == "dgrad" and shares_codes(*(call.spec(f"{g}.w") for g in ("fprop", gemm)))
+        matrix, owed = codes.transposed(form) if turned else codes.matrix(form)
         shift += owed
         inputs, outputs = weight.shape[2], weight.shape[1]
         if gemm == "fprop":
             right = matrix.view(experts, outputs, inputs)
-        else:
+        elif matrix.is_contiguous():
             right = matrix.view(inputs, experts, outputs).transpose(0, 1)
+        else:
+            right = matrix.t().view(experts, outputs, inputs).transpose(1, 2)
     return rows_matmul(
         left, right, groups, rows=rows, dtype=torch.bfloat16, alpha=_alpha(a, codes, shift)
     )
@@ -282,11 +290,11 @@ def _rows_product(
 
 def _inner_product(
     call: LinearCall, dy: GroupedOperand | Tensor, x: GroupedOperand | Tensor, groups: Groups,
-    out: Tensor,
+    out: Tensor, accumulate: bool,
 ) -> None:  # fmt: skip
     """wgrad, into `out` or added to it: fp32 or bf16 [experts, out, in]."""
     if groups.rows == 0:
-        if not call.main_grad:
+        if not accumulate:
             out.zero_()
         return
     form = _form(call, "wgrad")
@@ -295,7 +303,7 @@ def _inner_product(
     if not padded:
         left, right = left.t(), right.t()
     inner_matmul(
-        left, right, groups, out=out, padded=padded, accumulate=call.main_grad,
+        left, right, groups, out=out, padded=padded, accumulate=accumulate,
         alpha=_alpha(dy, x, shift + owed),
     )  # fmt: skip
 
@@ -339,6 +347,7 @@ class GroupedLinearTogether(torch.autograd.Function):
             if len(saved) > 1:
                 x_t = GroupedOperand(saved[0], saved[1], saved[2], spec, "codes")
             out = ctx.weight.main_grad if call.main_grad else torch.empty_like(weight)
-            _inner_product(call, column, x_t, ctx.groups, out)
+            accumulate = call.main_grad and beta_of(ctx.weight) == 1
+            _inner_product(call, column, x_t, ctx.groups, out, accumulate)
             dw = dummy_gradient(ctx.weight) if call.main_grad else out
         return dx, dw, None, None

@@ -26,6 +26,7 @@ from fused_ops.linear import (
     without_gradient,
 )
 from fused_ops.linear_call import LinearCall, Operand
+from fused_ops.main_grad import beta_of
 from fused_ops.operands import (
     amax_of,
     has_shared_amax,
@@ -151,14 +152,16 @@ class _GroupedLinear(torch.autograd.Function):
             amaxes = _amaxes(call, "wgrad.dy", parts, True)
             main_grad = ctx.weight.main_grad if call.main_grad else None
             own = None if main_grad is not None else torch.zeros_like(weight)
-            start = 0
+            start, beta = 0, beta_of(ctx.weight)
             for e, (size, rest) in enumerate(ctx.packed):
                 x_t = unpack(tensors[start : start + size], rest)
                 start += size
                 if not counts[e]:
                     continue
                 target = None if main_grad is None else main_grad[e]
-                product = wgrad(ctx.calls[e], parts[e], x_t, target, weight.dtype, amaxes[e])
+                product = wgrad(
+                    ctx.calls[e], parts[e], x_t, target, weight.dtype, amaxes[e], beta=beta
+                )
                 if own is not None:
                     own[e] = product
             dw = dummy_gradient(ctx.weight) if call.main_grad else own

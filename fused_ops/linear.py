@@ -25,6 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from fused_ops.dispatch import outside_graph
 from fused_ops.formats import QuantizedTensor
 from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Part, Runs
+from fused_ops.main_grad import beta_of, note_added
 from fused_ops.operands import (
     Source,
     observe,
@@ -32,6 +33,7 @@ from fused_ops.operands import (
     pack,
     quantize_both,
     quantize_operand,
+    transposed_weight,
     unpack,
     weight_operand,
 )
@@ -159,7 +161,10 @@ class _Linear(torch.autograd.Function):
                 full = call.comm.gather_input(tensors[0]).reshape(-1, ctx.shape[-1])
                 x_t = wgrad_input(call, full, full)
             main_grad = ctx.weight.main_grad if call.main_grad else None
-            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, columns=operands["wgrad.dy"]())
+            dw = wgrad(
+                call, dy, x_t, main_grad, weight.dtype, columns=operands["wgrad.dy"](),
+                beta=beta_of(ctx.weight),
+            )  # fmt: skip
             if call.main_grad:
                 dw = dummy_gradient(ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -258,7 +263,9 @@ def _same(operand: Operand) -> Operand:
 
 
 def _dgrad(call: LinearCall, dy: Tensor, qdy: Operand, weight: Tensor, expert: int = 0) -> Tensor:
-    qw = weight_operand(call, "dgrad.w", weight, expert)
+    qw: Operand | None = transposed_weight(call, weight, dy, expert)
+    if qw is None:
+        qw = weight_operand(call, "dgrad.w", weight, expert)
     observe(call, "dgrad.dy", dy, qdy)
     observe(call, "dgrad.w", weight, qw)
     return scaled_matmul(
@@ -274,6 +281,7 @@ def wgrad(
     dtype: torch.dtype,
     amax: Tensor | None = None,
     columns: Operand | None = None,
+    beta: int = 1,
 ) -> Tensor:
     """dW = dY^T . X, added to main_grad (fp32 [out, in]) if that is given, else new in `dtype`.
 
@@ -281,6 +289,7 @@ def wgrad(
         dy: [tokens, out].
         x: X^T [in, tokens], an operand.
         columns: dY^T as an operand, if it has been made already.
+        beta: 0 where main_grad holds zeros: see `fused_ops.main_grad`.
     """
     if not (isinstance(x, Tensor) or is_quantized(call.spec("wgrad.x"))):
         assert isinstance(x, QuantizedTensor), "the forward operand is kept in codes"
@@ -291,7 +300,7 @@ def wgrad(
         qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
     observe(call, "wgrad.dy", dy, qdy)
     return scaled_matmul(
-        qdy, x, out_dtype=dtype, accumulate=main_grad, decode=call.recipe.decode,
+        qdy, x, out_dtype=dtype, accumulate=main_grad, beta=beta, decode=call.recipe.decode,
         implementation=call.implementation,
     )  # fmt: skip
 
@@ -302,6 +311,7 @@ def dummy_gradient(weight: Tensor) -> Tensor | None:
     megatron-core's data-parallel hook wants a gradient to arrive, and ignores its values when
     `grad_added_to_main_grad` is set; without that attribute there is no such hook.
     """
+    note_added(weight)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

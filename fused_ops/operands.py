@@ -21,6 +21,7 @@ from fused_ops.quantize import (
     quantize_decoded,
     quantize_pair,
     requantize_columns,
+    triton_backend,
 )
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.recipe import is_quantized
@@ -324,6 +325,26 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     return weight if name == "fprop.w" else weight.t()
 
 
+def transposed_weight(
+    call: LinearCall, weight: Tensor, tokens: Tensor, expert: int = 0
+) -> DecodedTensor | None:
+    """The weight as "dgrad.w", decoded from the forward's codes for one product; None where codes
+    of the transpose are needed.
+
+    Args:
+        tokens: dY [tokens, out].
+    """
+    outputs, inputs = weight.shape
+    if not shares_codes(call.spec("fprop.w"), call.spec("dgrad.w")) or outputs % 16 or inputs % 16:
+        return None
+    form = operand_form(call, "dgrad", tokens, (tokens.shape[0], inputs))
+    if form == "codes":
+        return None
+    codes = _weight_codes(call, "fprop.w", weight, expert)
+    data = triton_backend.decode_columns(codes, form)
+    return DecodedTensor(data, codes.amax, (inputs, outputs), codes.spec)
+
+
 def variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     """What codes depend on besides the weight; those of dgrad may be made from the forward's."""
     found: list[Any] = []
@@ -393,6 +414,11 @@ def is_symmetric(spec: OperandSpec) -> bool:
     """Whether the codes of the transpose are the transposed codes."""
     square = spec.block is None or spec.block[0] == spec.block[1]
     return square and not (spec.hadamard or spec.is_random or spec.row_scaled)
+
+
+def shares_codes(forward: OperandSpec, own: OperandSpec) -> bool:
+    """Whether a kernel can read codes of the weight in fprop as those of its transpose in dgrad."""
+    return own == forward and own.format == "nvfp4" and is_symmetric(own)
 
 
 def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> None:

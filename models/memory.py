@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fused_ops.operands import shares_codes
 from models.config import ParallelConfig
 from models.flops import MAMBA_CONV, ModelShape, head_norms
 from models.gemms import GemmShape, mamba_inner
@@ -166,6 +167,8 @@ def state_bytes(
 def code_bytes(modules: Iterable[GemmShape], parallel: ParallelConfig, recipes: Any) -> float:
     """Bytes of the kept quantized forms of weights: as the operand of fprop, and of dgrad.
 
+    On a GPU, where dgrad reads the forward's codes if they are those of its transpose.
+
     Args:
         modules: of one rank.
         recipes: recipe of each layer by global name.
@@ -174,8 +177,9 @@ def code_bytes(modules: Iterable[GemmShape], parallel: ParallelConfig, recipes: 
     for module in modules:
         recipe = recipes[module.name]
         elements = local_elements(module, parallel)
-        for spec in {("fprop", recipe.fprop_w), ("dgrad", recipe.dgrad_w)}:
-            total += elements * bytes_of(spec[1], 0.0)
+        total += elements * bytes_of(recipe.fprop_w, 0.0)
+        if not shares_codes(recipe.fprop_w, recipe.dgrad_w):
+            total += elements * bytes_of(recipe.dgrad_w, 0.0)
     return total
 
 

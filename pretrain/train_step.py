@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from fused_ops.main_grad import mark_zeroed
 from models.precision import PrecisionState
 from pretrain.cuda_graph import StepGraph
 from pretrain.engine import Engine
@@ -61,9 +62,12 @@ def train_step(
     state, optimizer, scheduler = engine.precision_state, engine.optimizer, engine.scheduler
     for chunk in engine.chunks:
         chunk.zero_grad_buffer()
+        mark_zeroed(chunk.parameters())
     optimizer.zero_grad()
     state.nonfinite.zero_()
     sums = run_schedule(engine, micro_batches, forward_only=False)
+    for chunk in engine.chunks:  # a replayed graph takes no marks away
+        mark_zeroed(chunk.parameters(), False)
     engine.plan.end_step(engine.world.groups)
 
     flags = torch.stack([state.nonfinite.double().reshape(()), sums.new_tensor(stop_requested)])

@@ -3,14 +3,16 @@
 
     python -m tools.bench_train --model dense|hybrid|moe [--recipes bf16 nvfp4 nvfp4_fast:fp8 ...]
                                 [--baseline bf16 fp8] [--graph] [--profile] [--step]
-                                [--set key=value ...]
+                                [--accumulate] [--set key=value ...]
 
 A recipe may name how Hopper decodes it, after a colon. Times are medians of forward and backward of
 one micro-batch of 8192 tokens, the quantization of the weights included; `--step` adds the whole
-optimizer step. The baseline is megatron-core with Transformer Engine, built in this process; all
-ratios are to its BF16. `--graph` measures every one of them as a CUDA graph too. `--profile` prints
-the time of each kernel. Under torchrun each process has one GPU, in the layout that `--set
-parallel.KEY=VALUE` gives; tokens/s are those of all, TFLOP/s of each.
+optimizer step. Ours is the first micro-batch of a step, which writes the gradients of weights over
+the zeros in their FP32 sums (zeroing them, once a step, is in `--step` alone); `--accumulate` times
+a later one, which adds to them. The baseline is megatron-core with Transformer Engine, built in
+this process; all ratios are to its BF16. `--graph` measures every one of them as a CUDA graph too.
+`--profile` prints the time of each kernel. Under torchrun each process has one GPU, in the layout
+that `--set parallel.KEY=VALUE` gives; tokens/s are those of all, TFLOP/s of each.
 """
 
 import argparse
@@ -55,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--graph", action="store_true", help="time CUDA graphs of it too")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--step", action="store_true", help="time the whole optimizer step too")
+    parser.add_argument("--accumulate", action="store_true", help="time a later micro-batch")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -113,7 +116,8 @@ def bench(options: argparse.Namespace) -> None:
     for name in options.recipes:
         recipe, _, decode = name.partition(":")
         overrides = [*options.overrides, *([f"precision.decode={decode}"] if decode else [])]
-        run, step, graph = ours(run_config(options.model, recipe, overrides), world)
+        config = run_config(options.model, recipe, overrides)
+        run, step, graph = ours(config, world, accumulate=options.accumulate)
         report(name, *measure(run, options.iterations))
         if options.graph:
             report(f"{name}, graph", *measure(graph, options.iterations))
@@ -157,9 +161,13 @@ def random_batch() -> dict[str, torch.Tensor]:
 
 
 def ours(
-    config: Any, world: Any
+    config: Any, world: Any, accumulate: bool = False
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """A micro-batch, an optimizer step, and a micro-batch as a CUDA graph, of our engine."""
+    """A micro-batch, an optimizer step, and a micro-batch as a CUDA graph, of our engine.
+
+    accumulate: whether a micro-batch adds to the sums of gradients, as all but a step's first do.
+    """
+    from fused_ops.main_grad import mark_zeroed
     from pretrain.cuda_graph import leave_default_stream
     from pretrain.engine import build_engine
     from pretrain.train_step import forward_step, record_steps, run_schedule, train_step
@@ -170,6 +178,7 @@ def ours(
     engine.chunks[0].zero_grad_buffer()
 
     def micro_batch() -> None:
+        mark_zeroed(engine.chunks[0].parameters(), not accumulate)
         engine.precision_state.weights_changed()
         prepared = iter([batch | {"packed": None}])
         losses, reduce = forward_step(engine.precision_state, prepared, engine.chunks[0])
@@ -182,6 +191,7 @@ def ours(
         if engine.graph is None:
             record_steps(engine)
             engine.config.finalize_model_grads_func = None  # a micro-batch, not a step
+        mark_zeroed(engine.chunks[0].parameters(), not accumulate)
         engine.precision_state.step += 1
         run_schedule(engine, [batch | {"cu_seqlens": None}], forward_only=False)
 

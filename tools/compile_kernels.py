@@ -284,6 +284,9 @@ def _pairs() -> list[Variant]:
         "BLOCKS": REQUANTIZE_TILE["blocks"], "WORDS": REQUANTIZE_TILE["words"],
     }  # fmt: skip
     types = {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
+    tile = {"SHIFT": 3, "BLOCKS": REQUANTIZE_TILE["blocks"], "WORDS": REQUANTIZE_TILE["words"]}
+    pointers = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i64"}
+    found.append(Variant("decode_columns", "nvfp4 w", tile, REQUANTIZE_TILE["warps"], pointers))
     found.append(
         Variant("requantize_columns", "nvfp4_fast w", requantized, REQUANTIZE_TILE["warps"], types)
     )
@@ -327,10 +330,10 @@ def _grouped_products(kind: str, cores: str, tile: Any) -> list[Variant]:
         cases = [
             (
                 "grouped_inner", {"BY_K": by_k, "ACCUMULATE": accumulate},
-                types | {"out_ptr": "*fp32" if accumulate else "*bf16"},
+                types | {"out_ptr": f"*{out}"},
             )
             for by_k in axes
-            for accumulate in (True, False)
+            for accumulate, out in ((True, "fp32"), (False, "fp32"), (False, "bf16"))
         ]  # fmt: skip
     return [
         Variant(

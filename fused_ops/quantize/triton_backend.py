@@ -295,3 +295,27 @@ def decode(operand: QuantizedTensor, *, e4m3: bool = False, shift: int = 0) -> T
         out.view(torch.uint8), rows, blocks, e4m3, shift, tile, size, on=out.device, warps=4,
     )  # fmt: skip
     return out
+
+
+def decode_columns(operand: QuantizedTensor, form: str) -> Tensor:
+    """NVFP4 codes in 16x16 tiles -> the transpose of code * block scale, without codes of it.
+
+    Args:
+        operand: [rows, cols], both multiples of 16.
+        form: "bf16": decoded as it lies, [cols, rows] with contiguous columns; "fp8": contiguous
+            rows of E4M3, times 2**-shift of its spec.
+    """
+    from fused_ops.quantize import triton_kernels as kernels
+
+    if form == "bf16":
+        return decode(operand).t()
+    rows, cols = operand.shape
+    out = torch.empty((cols, rows), dtype=torch.float8_e4m3fn, device=operand.codes.device)
+    codes, tile = operand.codes.contiguous().view(torch.int32), REQUANTIZE_TILE
+    grid = (-(-rows // (16 * tile["blocks"])), -(-codes.shape[1] // tile["words"]))
+    launch(
+        kernels.decode_columns, grid, codes, operand.scales.contiguous(), out.view(torch.int64),
+        rows, codes.shape[1], rows // 16, on=out.device, warps=tile["warps"],
+        SHIFT=operand.spec.fp8_shift, BLOCKS=tile["blocks"], WORDS=tile["words"],
+    )  # fmt: skip
+    return out

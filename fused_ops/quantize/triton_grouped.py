@@ -60,6 +60,18 @@ class GroupedOperand:
         shift = self.spec.fp8_shift if form == "fp8" else 0
         return triton_backend.decode(codes, e4m3=form == "fp8", shift=shift), shift
 
+    def transposed(self, form: str) -> tuple[Tensor, int]:
+        """As `matrix`, of a row operand's transpose [k, rows]; codes in 16x16 tiles.
+
+        In bf16 its columns are contiguous, in fp8 its rows.
+        """
+        assert self.form == "codes", "tiles are kept as codes"
+        assert self.scales is not None, "codes have block scales"
+        shape = (self.data.shape[0], 2 * self.data.shape[1])
+        codes = QuantizedTensor(self.data, self.scales, self.factor, shape, self.spec)
+        shift = self.spec.fp8_shift if form == "fp8" else 0
+        return triton_backend.decode_columns(codes, form), shift
+
 
 @dataclass(frozen=True)
 class Request:

@@ -609,3 +609,29 @@ def decode_blocks(
         store_words(
             address, pack_bf16(v, 0), pack_bf16(v, 2), pack_bf16(v, 4), pack_bf16(v, 6), mask
         )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode_columns(
+    codes_ptr, scales_ptr, out_ptr, rows, words, blocks,
+    SHIFT: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """NVFP4 [rows, 8 words] in 16x16 tiles -> the transpose of code * block scale in E4M3.
+
+    As decode_blocks; codes int32, out int64 [8 words, 2 blocks]. rows is a multiple of 16. Grid:
+    tiles of BLOCKS x 16 rows, WORDS words.
+    """
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    inside = (block < blocks) & (word < words)
+    packed = _load_column_words(codes_ptr, block, word, inside, rows, words, True)
+    place = block.to(tl.int64) * (words // 2) + word // 2
+    scale = e4m3_value(tl.load(scales_ptr + place, mask=inside, other=0)) * (2.0**-SHIFT)
+    for nibble in range(0, 8):
+        v = ()
+        for i in tl.static_range(0, 16):
+            code = packed[i] >> (4 * nibble)
+            bits = ((code & 7) << 22) | ((code & 8) << 28)
+            v = v + (tl.fma(float_of(bits) * (2.0**126), scale, 0.0),)
+        offset = (word * 8 + nibble).to(tl.int64) * blocks + block
+        _store_column_block(out_ptr, offset, v, inside, 1)

@@ -23,6 +23,7 @@ def scaled_matmul(
     *,
     out_dtype: torch.dtype,
     accumulate: Tensor | None = None,
+    beta: int = 1,
     bias: Tensor | None = None,
     decode: str = "exact",
     row_block: int | None = None,
@@ -31,7 +32,8 @@ def scaled_matmul(
     """a . b^T, with both operands' contraction along their last axis.
 
         sum   = fp32 sum over k of (code * block scale)_a * (code * block scale)_b
-        out   = round_to(out_dtype, alpha * sum + bias)          or accumulate += alpha * sum
+        out   = round_to(out_dtype, alpha * sum + bias)
+        or accumulate = beta * accumulate + alpha * sum
 
     Two high-precision operands are multiplied plainly, in their own dtype with fp32 sums.
 
@@ -39,7 +41,8 @@ def scaled_matmul(
         a: [M, K], codes or a tensor.
         b: [N, K], codes or a tensor.
         out_dtype: of a new output.
-        accumulate: fp32 [M, N], updated in place with beta 1, after alpha; then it is the result.
+        accumulate: fp32 [M, N], updated in place, after alpha; then it is the result.
+        beta: 1, or 0: `accumulate` is written without being read.
         bias: [N], added in fp32 after alpha.
         decode: "exact", or "fp8": what E4M3 cannot hold of code * block scale is rounded to it
             (NVFP4 with full-precision block scales only).
@@ -55,14 +58,14 @@ def scaled_matmul(
         ValueError: operands that do not fit.
         UnsupportedError: no allowed implementation takes them.
     """
-    _check(a, b, accumulate, bias, decode)
+    _check(a, b, accumulate, beta, bias, decode)
     if row_block is not None:
         if implementation not in (None, "reference"):
             raise ValueError(
                 f"row_block is for the reference, got implementation {implementation!r}; pass None"
             )
         return reference.scaled_matmul(
-            a, b, out_dtype=out_dtype, accumulate=accumulate, bias=bias, decode=decode,
+            a, b, out_dtype=out_dtype, accumulate=accumulate, beta=beta, bias=bias, decode=decode,
             row_block=row_block,
         )  # fmt: skip
     call = custom.scaled_matmul if is_dynamo_compiling() else SCALED_MATMUL
@@ -71,6 +74,7 @@ def scaled_matmul(
         b,
         out_dtype=out_dtype,
         accumulate=accumulate,
+        beta=beta,
         bias=bias,
         decode=decode,
         implementation=implementation,
@@ -78,7 +82,12 @@ def scaled_matmul(
 
 
 def _check(
-    a: Operand, b: Operand, accumulate: Tensor | None, bias: Tensor | None, decode: str
+    a: Operand,
+    b: Operand,
+    accumulate: Tensor | None,
+    beta: int,
+    bias: Tensor | None,
+    decode: str,
 ) -> None:
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -94,5 +103,7 @@ def _check(
             )
         if bias is not None:
             raise ValueError("accumulate and bias exclude each other; add the bias separately")
+    if beta not in (0, 1):
+        raise ValueError(f"beta must be 0 or 1, got {beta!r}")
     if decode not in ("exact", "fp8"):
         raise ValueError(f"decode must be 'exact' or 'fp8', got {decode!r}")

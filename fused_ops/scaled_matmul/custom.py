@@ -77,9 +77,15 @@ def _(
 
 @torch.library.custom_op("nibble::scaled_matmul_into", mutates_args=("accumulate",))
 def _scaled_matmul_into(
-    accumulate: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], what: str, sizes: Sequence[int]
+    accumulate: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    what: str,
+    sizes: Sequence[int],
+    beta: int = 1,
 ) -> None:
-    _product(a, b, what, sizes, out_dtype=torch.float32, accumulate=accumulate, bias=None)
+    options = {"out_dtype": torch.float32, "accumulate": accumulate, "beta": beta, "bias": None}
+    _product(a, b, what, sizes, **options)
 
 
 @_scaled_matmul_into.register_fake
@@ -93,6 +99,7 @@ def scaled_matmul(
     *,
     out_dtype: torch.dtype,
     accumulate: Tensor | None,
+    beta: int,
     bias: Tensor | None,
     decode: str,
     implementation: Choice,
@@ -102,6 +109,6 @@ def scaled_matmul(
     what = "|".join((left_kind, right_kind, decode, choice_text(implementation)))
     sizes = [a.shape[0], b.shape[0], a.shape[1]]
     if accumulate is not None:
-        torch.ops.nibble.scaled_matmul_into(accumulate, left, right, what, sizes)
+        torch.ops.nibble.scaled_matmul_into(accumulate, left, right, what, sizes, beta)
         return accumulate
     return torch.ops.nibble.scaled_matmul(left, right, what, sizes, out_dtype, bias)

@@ -28,6 +28,7 @@ def supports(
     *,
     out_dtype: torch.dtype,
     accumulate: Tensor | None = None,
+    beta: int = 1,
     bias: Tensor | None = None,
     decode: str = "exact",
 ) -> str | None:
@@ -149,7 +150,12 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with the wider K: operands are padded by their own formats."""
+    """Both with the wider K: operands are padded by their own formats.
+
+    One that lies as its transpose (bf16 alone) stays so.
+    """
+    if a.shape[1] == b.shape[1]:
+        return a, b
     wide = max(a.shape[1], b.shape[1])
     return _padded(a, wide), _padded(b, wide)
 
@@ -160,13 +166,14 @@ def scaled_matmul(
     *,
     out_dtype: torch.dtype,
     accumulate: Tensor | None = None,
+    beta: int = 1,
     bias: Tensor | None = None,
     decode: str = "exact",
 ) -> Tensor:
     """See `fused_ops.scaled_matmul.api.scaled_matmul`."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         assert accumulate is not None, "see supports"
-        return cublaslt.matmul(a, b, None, out=accumulate, accumulate=True)
+        return cublaslt.matmul(a, b, None, out=accumulate, accumulate=beta == 1)
     if on_fp8_cores(a, b, decode) and _is_fp8(a, decode) and _is_fp8(b, decode):
         (left, shift_a), (right, shift_b) = fp8_operand(a), fp8_operand(b)
         alpha = reference.alpha(a, b, shift_a + shift_b)
@@ -176,7 +183,7 @@ def scaled_matmul(
     left, right = _alike(left, right)
     rows, cols = a.shape[0], b.shape[0]
     if accumulate is not None:
-        return _accumulate(left, right, alpha, accumulate)
+        return _accumulate(left, right, alpha, accumulate, beta)
     # The bias is added in fp32, after alpha; rows of the output start at multiples of 16 bytes.
     fused = bias is None and out_dtype in (torch.bfloat16, torch.float16, torch.float32)
     dtype = out_dtype if fused else torch.float32
@@ -198,10 +205,13 @@ def _padded_rows(x: Tensor, multiple: int) -> Tensor:
     )
 
 
-def _accumulate(left: Tensor, right: Tensor, alpha: Tensor | None, accumulate: Tensor) -> Tensor:
+def _accumulate(
+    left: Tensor, right: Tensor, alpha: Tensor | None, accumulate: Tensor, beta: int
+) -> Tensor:
     if right.shape[0] % 4 == 0:
-        return cublaslt.matmul(left, right, alpha, out=accumulate, accumulate=True)
+        return cublaslt.matmul(left, right, alpha, out=accumulate, accumulate=beta == 1)
     right = _padded_rows(right, 8)
     out = torch.empty((left.shape[0], right.shape[0]), dtype=torch.float32, device=left.device)
     cublaslt.matmul(left, right, alpha, out=out)
-    return accumulate.add_(out[:, : accumulate.shape[1]])
+    own = out[:, : accumulate.shape[1]]
+    return accumulate.add_(own) if beta else accumulate.copy_(own)

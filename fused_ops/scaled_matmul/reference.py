@@ -30,26 +30,32 @@ def scaled_matmul(
     *,
     out_dtype: torch.dtype,
     accumulate: Tensor | None = None,
+    beta: int = 1,
     bias: Tensor | None = None,
     decode: str = "exact",
     row_block: int | None = None,
 ) -> Tensor:
     """See `fused_ops.scaled_matmul.api.scaled_matmul`; sums in fp32 in the matmul's own order."""
     if row_block is None and isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _plain(a, b, out_dtype, accumulate, bias)
+        return _plain(a, b, out_dtype, accumulate, beta, bias)
     total = _product(values(a, decode), values(b, decode), row_block)
-    return _epilogue(total, a, b, out_dtype, accumulate, bias)
+    return _epilogue(total, a, b, out_dtype, accumulate, beta, bias)
 
 
 def _plain(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: Tensor | None, bias: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None,
+    beta: int,
+    bias: Tensor | None,
 ) -> Tensor:
     if accumulate is None and a.is_cuda and a.dtype == out_dtype:
         return torch.nn.functional.linear(a, b, bias)
     # BF16 products are exact in fp32, and a CPU multiplies fp32 10 to 40 times faster than BF16.
     total = a.float() @ b.float().t()
     if accumulate is not None:
-        return accumulate.add_(total)
+        return accumulate.add_(total) if beta else accumulate.copy_(total)
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
@@ -110,13 +116,14 @@ def _epilogue(
     b: Operand,
     out_dtype: torch.dtype,
     accumulate: Tensor | None,
+    beta: int,
     bias: Tensor | None,
 ) -> Tensor:
     factor = alpha(a, b)
     if factor is not None:
         total = total * factor
     if accumulate is not None:
-        return accumulate.add_(total)
+        return accumulate.add_(total) if beta else accumulate.copy_(total)
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
@@ -130,6 +137,7 @@ def blackwell_model(
     *,
     out_dtype: torch.dtype,
     accumulate: Tensor | None = None,
+    beta: int = 1,
     bias: Tensor | None = None,
     decode: str = "exact",
 ) -> Tensor:
@@ -146,7 +154,7 @@ def blackwell_model(
         # Products are multiples of 2^-20 below 2^23: 64 of them are summed exactly in fp64.
         group = va[:, start : start + GROUP] @ vb[:, start : start + GROUP].t()
         total = add_toward_zero(total, group.float())
-    return _epilogue(total, a, b, out_dtype, accumulate, bias)
+    return _epilogue(total, a, b, out_dtype, accumulate, beta, bias)
 
 
 def blackwell_model_supports(

@@ -28,6 +28,7 @@ def summed_in_halves(seed: int) -> Iterator[None]:
         *,
         out_dtype: torch.dtype,
         accumulate: Tensor | None = None,
+        beta: int = 1,
         bias: Tensor | None = None,
         decode: str = "exact",
         row_block: int | None = None,
@@ -39,6 +40,8 @@ def summed_in_halves(seed: int) -> Iterator[None]:
         index = torch.randperm(left.shape[1], generator=generator).to(left.device)
         factor = alpha(a, b)
         total: Tensor | None = accumulate
+        if accumulate is not None and not beta:
+            accumulate.zero_()
         for part in index.chunk(2):
             own = left[:, part] @ right[:, part].t()
             own = own if factor is None else own * factor

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import fused_ops.embedding
 from fused_ops.embedding import embedding, triton_backend
+from fused_ops.main_grad import beta_of, mark_zeroed
 from fused_ops.testing import assert_bitwise_equal, assert_close
 from tests.fused_ops import kernels
 
@@ -29,6 +30,15 @@ def test_values_and_gradients():
     assert torch.equal(y, want)
     (plain,) = torch.autograd.grad(want, weight, dy)
     torch.testing.assert_close(got, plain + 0.5)
+
+
+def test_a_later_product_adds_to_the_gradient_of_the_embedding():
+    """Its sum is not zero any more: `fused_ops.main_grad`."""
+    weight = torch.ones(3, 4, requires_grad=True)
+    weight.main_grad = torch.zeros(3, 4)
+    mark_zeroed([weight])
+    embedding(torch.tensor([0]), weight).sum().backward()
+    assert beta_of(weight) == 1
 
 
 def test_negative_ids_are_zeros():

@@ -16,8 +16,8 @@ from fused_ops.grouped_linear import _experts, grouped_linear
 from fused_ops.groups import groups_of
 from fused_ops.keys import KeyTable, StreamKey
 from fused_ops.linear_call import LinearCall, LocalComm, Runs
-from fused_ops.operands import quantize_operand, weight_operand
-from fused_ops.recipe import RECIPES
+from fused_ops.operands import quantize_operand, shares_codes, weight_operand
+from fused_ops.recipe import RECIPES, is_quantized
 from fused_ops.scaled_matmul import grouped
 from fused_ops.testing import assert_bitwise_equal, assert_close
 from fused_ops.weight_codes import WeightCodes
@@ -148,6 +148,10 @@ def check_weights(call, w):
     """The stack's codes against those of each expert."""
     codes = grouped_cuda._weight_codes(call, w, True)
     experts, out, _ = w.shape
+    shared = shares_codes(call.spec("fprop.w"), call.spec("dgrad.w"))
+    assert (codes.column is None) is (shared or not is_quantized(call.spec("dgrad.w")))
+    if shared:
+        check_transposed(call, w, codes.row)
     for e, own in enumerate(_experts(call, experts)):
         own = replace(own, nonfinite=None)
         for operand, got in (("fprop.w", codes.row), ("dgrad.w", codes.column)):
@@ -164,6 +168,27 @@ def check_weights(call, w):
             scale = assert_operand(got, want, rows, columns, what)
             assert_bitwise_equal(got.factor[e].cpu(), scale.view(()), f"{what} factor")
             assert_scales(got, want, scale_rows, scale_columns, what)
+
+
+def check_transposed(call, w, codes):
+    """Row codes decoded as their transpose: the values of codes of each expert's transpose."""
+    out = w.shape[1]
+    for form in ("bf16", "fp8"):
+        got, shift = codes.transposed(form)
+        assert got.stride() == ((1, got.shape[0]) if form == "bf16" else (got.shape[1], 1))
+        for e, own in enumerate(_experts(call, len(w))):
+            own = replace(own, nonfinite=None)
+            codes_of_transpose = weight_operand(own, "dgrad.w", w[e].cpu(), e)
+            want = codes_of_transpose.decoded(form)
+            assert want.shift == shift
+            part = got[:, e * out : (e + 1) * out].cpu().contiguous()
+            assert_bitwise_equal(part, want.data, f"{form} of the transpose of expert {e}")
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_interpreted_weights_of_dgrad_are_the_row_codes(place):
+    call = LinearCall(recipe=RECIPES["nvfp4"], key=KEY)
+    check_weights(call, data([0, 0], place, width=32, out=48)[1])
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 from fused_ops.grouped_linear import grouped_linear
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, LocalComm, linear
+from fused_ops.main_grad import beta_of, mark_zeroed
 from fused_ops.recipe import RECIPES
 from fused_ops.weight_codes import WeightCodes
 
@@ -115,6 +116,25 @@ def test_main_grad_of_experts(name, poisoned):
     assert torch.equal(weight.main_grad, expected)
     for e, count in enumerate(COUNTS):
         assert bool((weight.main_grad[e] == 0.25).all()) == (count == 0)
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4_fast"])
+def test_the_first_gradient_of_experts_is_written(name):
+    """Experts without tokens in the first micro-batch, or in the second, or in both."""
+    x, w, dy = data(dtype=torch.bfloat16)
+    found = {}
+    for marked in (False, True):
+        weight = torch.nn.Parameter(w.clone())
+        weight.main_grad = torch.zeros(w.shape)
+        mark_zeroed([weight], marked)
+        for m, counts in enumerate((COUNTS, COUNTS[::-1])):
+            call = LinearCall(recipe=RECIPES[name], key=replace(KEY, micro_batch=m), main_grad=True)
+            grouped_linear(x.clone().requires_grad_(), weight, counts, call=call).backward(dy)
+            assert beta_of(weight) == 1
+        found[marked] = weight.main_grad
+    idle = [e for e, pair in enumerate(zip(COUNTS, COUNTS[::-1])) if pair == (0, 0)]
+    assert [e for e, g in enumerate(found[True]) if not g.any()] == idle
+    assert torch.equal(found[True], found[False])
 
 
 def test_rows_beyond_the_last_expert_are_ignored(poisoned):

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fused_ops import operands
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.keys import StreamKey, signs
 from fused_ops.linear import LinearCall, linear
+from fused_ops.main_grad import beta_of, mark_zeroed
 from fused_ops.quantize import DelayedScaling, quantize
 from fused_ops.recipe import OPERAND_FIELDS, RECIPES, recipe_from_dict
 
@@ -288,6 +291,33 @@ def test_main_grad_is_the_sum_over_micro_batches(name):
     # fp32 additions to 0.5: half an ulp (3e-8) each, and as much for sums in another order.
     assert float((weight.main_grad - expected).abs().max()) < 2e-7
     assert relative(weight.main_grad - 0.5, expected - 0.5) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_the_first_gradient_is_written_and_later_ones_are_added(name):
+    """A weight that is used twice in each of two micro-batches, one of its uses recomputed."""
+    batches = [data(dtype=torch.bfloat16) for _ in range(4)]
+    found = {}
+    for marked in (False, True):
+        weight = torch.nn.Parameter(batches[0][1].clone())
+        # What a mark says is taken at its word: a sum that was read would be NaN.
+        weight.main_grad = torch.full(weight.shape, float("nan") if marked else 0.0)
+        mark_zeroed([weight], marked)
+        for m, (x, _, dy) in enumerate(batches):
+            call = LinearCall(
+                recipe=RECIPES[name], key=replace(KEY, micro_batch=m // 2), main_grad=True
+            )
+            leaf = x.clone().requires_grad_()
+            if m == 1:
+                run_again = partial(linear, call=call)
+                y = checkpoint(run_again, leaf, weight, use_reentrant=False)
+            else:
+                y = linear(leaf, weight, call=call)
+            assert beta_of(weight) == (0 if marked and m == 0 else 1)
+            y.backward(dy)
+        found[marked] = weight.main_grad
+    assert float(found[False].abs().max()) > 0.0
+    assert torch.equal(found[True], found[False])
 
 
 def test_dummy_gradient_as_megatron_core_expects_it():

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer on a GPU: the same codes as on a CPU, and no waiting for the device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fused_ops import operands
 from fused_ops.formats import QuantizedTensor
 from fused_ops.grouped_linear import grouped_linear
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, linear
+from fused_ops.main_grad import mark_zeroed
 from fused_ops.recipe import RECIPES
-from fused_ops.testing import TOLERANCES
+from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.testing import TOLERANCES, assert_bitwise_equal, assert_close
 from fused_ops.weight_codes import WeightCodes
 
 pytestmark = pytest.mark.gpu
@@ -87,3 +92,53 @@ def test_grouped_cuda_equals_cpu(name):
     for cpu, cuda in zip(results["cpu"], results["cuda"]):
         assert float((cuda.cpu().double() - cpu).norm() / cpu.double().norm()) < 1e-6
     assert float(results["cuda"][1][0].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("decode", ["exact", "fp8"])
+def test_dgrad_reads_the_forward_codes_as_their_transpose(decode):
+    """The values are those of codes of the transpose, byte for byte; the product is theirs."""
+    recipe = replace(RECIPES["nvfp4"], decode=decode)
+    x, w, dy = (t.cuda().bfloat16() for t in (torch.randn(208, 192), *data()[1:]))
+    dy = torch.cat([dy, dy[:8]])
+    w = torch.nn.Parameter(w)
+    call = LinearCall(recipe=recipe, key=KEY, weight_codes=WeightCodes())
+    leaf = x.clone().requires_grad_()
+    linear(leaf, w, call=call).backward(dy)
+    assert set(call.weight_codes._entries) == {("fprop.w", 0)}, "one set of codes"
+    got = operands.transposed_weight(call, w, dy)
+    codes = operands.weight_operand(call, "dgrad.w", w)
+    want = codes.decoded("bf16" if decode == "exact" else "fp8")
+    assert got.shape == codes.shape == (192, 96)
+    assert_bitwise_equal(got.data.contiguous(), want.data, "operand")
+    qdy = operands.quantize_operand(call, "dgrad.dy", dy)
+    product = scaled_matmul(qdy, codes, out_dtype=torch.bfloat16, decode=decode)
+    assert_close(leaf.grad, product, "bf16_output", "dx")
+
+
+def test_gradients_are_written_over_zeros():
+    """As `fused_ops.main_grad` says: dense layers and experts, marked or not, the same bits."""
+    torch.manual_seed(2)
+    counts = [0, 64, 130, 0, 14]
+    x, w, dy = torch.randn(208, 192), torch.randn(5, 96, 192) * 0.1, torch.randn(208, 96)
+    for name in ("bf16", "nvfp4", "nvfp4_fast", "nvfp4_fast:fp8", "nvfp4_pow2", "fp8_tensorwise"):
+        base, _, decode = name.partition(":")
+        recipe = replace(RECIPES[base], decode=decode or "exact")
+        found = {}
+        for marked in (False, True):
+            weights = [torch.nn.Parameter(t.cuda().bfloat16()) for t in (w[0], w)]
+            for weight in weights:
+                start = float("nan") if marked else 0.0
+                weight.main_grad = torch.full(weight.shape, start, device="cuda")
+            mark_zeroed(weights, marked)
+            for m in range(2):
+                call = LinearCall(recipe=recipe, key=replace(KEY, micro_batch=m), main_grad=True)
+                leaf = x.cuda().bfloat16().requires_grad_()
+                linear(leaf, weights[0], call=call).backward(dy.cuda().bfloat16())
+                y = grouped_linear(leaf, weights[1], counts, call=call)
+                y.backward(dy.cuda().bfloat16())
+            found[marked] = [weight.main_grad for weight in weights]
+        for got, want in zip(found[True], found[False]):
+            assert float(want.abs().max()) > 0.0
+            assert torch.equal(got, want), name
+        assert not found[True][1][0].any()
+        assert not found[True][1][3].any()

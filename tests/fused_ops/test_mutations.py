@@ -153,9 +153,10 @@ MUTATIONS = [
     Mutation(
         "alpha_folded_into_the_operands", "scaled_matmul/reference.py",
         "    total = _product(values(a, decode), values(b, decode), row_block)\n"
-        "    return _epilogue(total, a, b, out_dtype, accumulate, bias)\n",
+        "    return _epilogue(total, a, b, out_dtype, accumulate, beta, bias)\n",
         "    a, b = (o if isinstance(o, Tensor) else o.dequantize() for o in (a, b))\n"
-        "    return _epilogue(a.float() @ b.float().t(), a, b, out_dtype, accumulate, bias)\n",
+        "    total = a.float() @ b.float().t()\n"
+        "    return _epilogue(total, a, b, out_dtype, accumulate, beta, bias)\n",
         ("test_scaled_matmul.py::test_blackwell_model_and_plain_sums_where_they_differ",),
     ),
     Mutation(
@@ -179,7 +180,7 @@ MUTATIONS = [
     Mutation(
         "main_grad_overwritten", "scaled_matmul/reference.py",
         "        total = total * factor\n    if accumulate is not None:\n"
-        "        return accumulate.add_(total)\n",
+        "        return accumulate.add_(total) if beta else accumulate.copy_(total)\n",
         "        total = total * factor\n    if accumulate is not None:\n"
         "        return accumulate.copy_(total)\n",
         ("test_scaled_matmul.py::test_accumulates_in_place_after_alpha",

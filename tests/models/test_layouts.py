@@ -35,7 +35,7 @@ def _run(weights, folder, pattern, layouts, fields):
         parallel = ParallelConfig(**layout)
         chunks, config = toy.make(pattern, parallel=parallel, **fields)
         toy.load(chunks, weights)
-        losses[name] = toy.step(chunks, config)
+        losses[name] = toy.step(chunks, config, written=True)
         toy.gradients_as_weights(chunks)
         toy.save(chunks, f"{folder}/{name}")
     return losses

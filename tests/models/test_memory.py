@@ -175,8 +175,11 @@ def test_codes_of_weights():
     shape = shape_of("*-", {})
     recipes = {m.name: get_recipe("nvfp4") for m in shape.modules()}
     elements = sum(m.parameters for m in shape.modules())
-    # two sets of codes, with a scale byte for each tile of 16 x 16
-    expected = 2 * elements * (0.5 + 1 / 256)
+    # one set of codes for both GEMMs, with a scale byte for each tile of 16 x 16
+    expected = elements * (0.5 + 1 / 256)
+    assert code_bytes(shape.modules(), ParallelConfig(), recipes) == expected
+    recipes = {m.name: get_recipe("nvfp4_fast") for m in shape.modules()}
+    expected = 2 * elements * (0.5 + 1 / 16)
     assert code_bytes(shape.modules(), ParallelConfig(), recipes) == expected
     high = {name: get_recipe("bf16") for name in recipes}
     assert code_bytes(shape.modules(), ParallelConfig(), high) == 0

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from fused_ops.main_grad import mark_zeroed
 from models.config import ModelConfig, ParallelConfig, transformer_config
 from models.hybrid_model import build_model
 from pretrain.initialize import make_groups
@@ -143,10 +144,11 @@ def _forward_step(iterator, model):
     return output, loss
 
 
-def step(chunks, config):
+def step(chunks, config, written=False):
     """Forward and backward of MICRO_BATCHES micro-batches; the mean loss, gradients in main_grad.
 
-    Data-parallel rank r of D takes the micro-batches r, r + D, ...
+    Data-parallel rank r of D takes the micro-batches r, r + D, ... `written`: the first gradient of
+    a weight is written over the zeros of its sum.
     """
     rank = parallel_state.get_data_parallel_rank()
     ranks = parallel_state.get_data_parallel_world_size()
@@ -156,6 +158,7 @@ def step(chunks, config):
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
     for chunk in wrapped:
         chunk.zero_grad_buffer()
+        mark_zeroed(chunk.parameters(), written)
     mine = [batch(i) for i in range(rank, MICRO_BATCHES, ranks)]
     unset_num_microbatches_calculator()
     init_num_microbatches_calculator(0, None, 2 * MICRO_BATCHES, 2, ranks)

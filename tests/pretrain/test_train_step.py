@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import pretrain.train_step
+from fused_ops import grouped_linear, linear
+from fused_ops.main_grad import beta_of
 from pretrain.config import make_config
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import TrainLoader, ValidLoader
@@ -93,6 +95,40 @@ def test_the_gradient_is_the_slope_of_the_loss(folder):
     # FP32 losses near 5 carry 5e-7 into a difference of about 0.02 * norm; curvature adds 1e-4.
     slope = (loss_at(0.01) - loss_at(-0.01)) / 0.02
     assert slope == pytest.approx(norm, rel=2e-3)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_first_micro_batch_need_not_be_added(folder, recompute, monkeypatch):
+    """Written over the zeros it gives the bits of an addition, step by step."""
+    megatron = toy_config(folder, "M*E-")["model"]["megatron"]
+    if recompute is not None:
+        megatron |= {"recompute_granularity": recompute, "recompute_method": "uniform"}
+        megatron |= {"recompute_num_layers": 1}
+    settings = {
+        "model": {"megatron": megatron},
+        "train": {"dtype": "bf16", "micro_batch_size": 4},
+        "precision": {"recipe": "nvfp4_fast"},
+    }
+    found, betas = [], {True: [], False: []}
+    for marks in (True, False):
+        run = _Run(folder, "M*E-", **settings)
+        parameters = dict(run.engine.chunks[0].named_parameters())
+        with monkeypatch.context() as patch:
+            if not marks:
+                patch.setattr(pretrain.train_step, "mark_zeroed", lambda *arguments: None)
+            for module in (linear, grouped_linear):
+                patch.setattr(
+                    module, "beta_of", lambda w, m=marks: betas[m].append(beta_of(w)) or beta_of(w)
+                )
+            results = run.steps(3)
+        assert all(beta_of(p) == 1 for p in parameters.values())
+        found.append((results, {n: p.main_grad.clone() for n, p in parameters.items()}))
+        found[-1][1].update({f"{n} weight": p.detach() for n, p in parameters.items()})
+    assert found[0][0] == found[1][0]
+    assert _same(found[0][1], found[1][1])
+    # Two micro-batches: the first of them written, the second added.
+    assert betas[True].count(0) == betas[True].count(1) > 0
+    assert betas[False] == [1] * len(betas[True])
 
 
 def test_masked_tokens_do_not_count(folder):
