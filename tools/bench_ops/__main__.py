@@ -277,7 +277,7 @@ def expert_product(
     gemm: str, cores: str, groups: Groups, out: int, inner: int
 ) -> Callable[..., Tensor]:
     """One of the three products of all experts, as they lie in training; takes an implementation
-    and its options."""
+    and its options. "wgrad" adds to FP32 sums, "wgrad, first" writes them."""
     device, dtype = torch.device("cuda"), torch.float8_e4m3fn if cores == "fp8" else torch.bfloat16
 
     def random(*shape: int) -> Tensor:
@@ -285,7 +285,7 @@ def expert_product(
 
     scale = torch.ones(len(groups), device=device)
     alpha = grouped.Alpha(scale, scale, 1.0) if cores == "fp8" else None
-    if gemm != "wgrad":
+    if not gemm.startswith("wgrad"):
         n, k = (out, inner) if gemm == "fprop" else (inner, out)
         a, b = random(groups.rows, k), random(len(groups), n, k)
         if gemm == "dgrad" and cores == "bf16":
@@ -294,12 +294,14 @@ def expert_product(
             grouped.rows_matmul, a, b, groups, rows=groups.rows, dtype=torch.bfloat16, alpha=alpha
         )
     grad, padded = torch.zeros(len(groups), out, inner, device=device), cores == "fp8"
+    accumulate = gemm == "wgrad"
     if padded:
         a, b = random(out, 16 * groups.blocks), random(inner, 16 * groups.blocks)
     else:
         a, b = random(groups.rows, out).t(), random(groups.rows, inner).t()
     return partial(
-        grouped.inner_matmul, a, b, groups, out=grad, padded=padded, accumulate=True, alpha=alpha
+        grouped.inner_matmul, a, b, groups, out=grad, padded=padded, accumulate=accumulate,
+        alpha=alpha,
     )
 
 
@@ -316,10 +318,10 @@ def bench_grouped(rows: int, all_tiles: bool) -> None:
             f"\n{EXPERTS} experts, {groups.rows} rows, {out} x {inner}: "
             f"loop of torch.matmul {flops / base / 1e6:.0f} TFLOP/s"
         )
-        for gemm in ("fprop", "dgrad", "wgrad"):
+        for gemm in ("fprop", "dgrad", "wgrad", "wgrad, first"):
             for cores in ("bf16", "fp8"):
                 product = expert_product(gemm, cores, groups, out, inner)
-                kind = "inner" if gemm == "wgrad" else "rows"
+                kind = "inner" if gemm.startswith("wgrad") else "rows"
                 names: list[tuple[str, dict]] = [("triton", {"tile": t}) for t in expert_tiles(
                     kind, cores
                 )[: None if all_tiles else 2]]  # fmt: skip
