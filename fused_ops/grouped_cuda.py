@@ -18,7 +18,7 @@ from fused_ops.keys import STREAMS, StreamKey, layer_words, signs
 from fused_ops.linear import dummy_gradient
 from fused_ops.linear_call import LinearCall, Runs
 from fused_ops.main_grad import beta_of
-from fused_ops.operands import has_shared_amax, shares_codes, variant
+from fused_ops.operands import decodes_once, has_shared_amax, shares_codes, variant
 from fused_ops.quantize import philox, triton_grouped
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.triton_grouped import GroupedOperand, Request
@@ -204,7 +204,8 @@ class StackCodes:
 def _weight_codes(call: LinearCall, weight: Tensor, column: bool) -> StackCodes:
     """Codes of the stack, kept while the weight does not change; those of dgrad if `column`."""
     kept = call.weight_codes if call.weight_codes is not None else WeightCodes()
-    kinds = (*variant(call, "fprop.w"), *variant(call, "dgrad.w"))
+    form = "fp8" if decodes_once(call.recipe) else "codes"
+    kinds = (*variant(call, "fprop.w"), *variant(call, "dgrad.w"), form)
     codes: Any = kept.get("experts", weight, call.weights_epoch, kinds, StackCodes)  # type: ignore[arg-type]
     forward, own = call.spec("fprop.w"), call.spec("dgrad.w")
     requantized = own.source == "forward" and is_quantized(own)
@@ -218,7 +219,7 @@ def _weight_codes(call: LinearCall, weight: Tensor, column: bool) -> StackCodes:
         # A bound of the decoded values; see operands.py.
         bound = codes.row.factor * (0.5 if forward.is_pow2 else 1.125)
         codes.column = triton_grouped.requantize(
-            codes.row, _weight_groups(weight), Request(own, "codes", bound)
+            codes.row, _weight_groups(weight), Request(own, form, bound)
         )
     return codes
 

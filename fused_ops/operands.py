@@ -24,7 +24,7 @@ from fused_ops.quantize import (
     triton_backend,
 )
 from fused_ops.quantize.hadamard import amax_from_plain
-from fused_ops.recipe import is_quantized
+from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul.hopper import decoded_form
 from fused_ops.triton_support import device_reason
 from fused_ops.weight_codes import WeightCodes
@@ -321,7 +321,7 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     if is_quantized(spec):
         return _weight_codes(call, name, weight, expert)
     if spec.source == "forward":
-        weight = _weight_codes(call, "fprop.w", weight, expert).dequantize(weight.dtype)
+        weight = _forward_codes(call, weight, expert).dequantize(weight.dtype)
     return weight if name == "fprop.w" else weight.t()
 
 
@@ -340,7 +340,7 @@ def transposed_weight(
     form = operand_form(call, "dgrad", tokens, (tokens.shape[0], inputs))
     if form == "codes":
         return None
-    codes = _weight_codes(call, "fprop.w", weight, expert)
+    codes = _forward_codes(call, weight, expert)
     data = triton_backend.decode_columns(codes, form)
     return DecodedTensor(data, codes.amax, (inputs, outputs), codes.spec)
 
@@ -355,13 +355,44 @@ def variant(call: LinearCall, name: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _weight_codes(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
+def _weight_codes(
+    call: LinearCall, name: str, weight: Tensor, expert: int
+) -> QuantizedTensor | DecodedTensor:
     kept = call.weight_codes if call.weight_codes is not None else WeightCodes()
+    form = _kept_form(call, name, weight)
+    kind = variant(call, name) + ((form,) if form != "codes" else ())
 
-    def build() -> QuantizedTensor:
-        return _build(call, name, weight.detach(), expert)
+    def build() -> QuantizedTensor | DecodedTensor:
+        return _build(call, name, weight.detach(), expert, form)
 
-    return kept.get((name, expert), weight, call.weights_epoch, variant(call, name), build)
+    return kept.get((name, expert), weight, call.weights_epoch, kind, build)
+
+
+def _forward_codes(call: LinearCall, weight: Tensor, expert: int) -> QuantizedTensor:
+    codes = _weight_codes(call, "fprop.w", weight, expert)
+    assert isinstance(codes, QuantizedTensor), "those of dgrad alone are decoded"
+    return codes
+
+
+def _kept_form(call: LinearCall, name: str, weight: Tensor) -> str:
+    """The form in which codes of a weight are kept: decoded where that is exact and FP8 cores take
+    it (`decodes_once`), unless someone wants to see codes."""
+    if name != "dgrad.w" or not decodes_once(call.recipe):
+        return "codes"
+    found = operand_form(call, "dgrad", weight, (16, weight.shape[1]))
+    return "fp8" if found == "fp8" else "codes"
+
+
+def decodes_once(recipe: GemmRecipe) -> bool:
+    """Whether a GPU keeps dgrad's weight as FP8 cores take it, 1 byte an element, instead of as
+    codes: where it is requantized to power-of-two scales. It is written so at once, and no
+    micro-batch has to decode it."""
+    own, forward = recipe.dgrad_w, recipe.fprop_w
+    if own.source != "forward" or not own.is_pow2:
+        return False
+    if forward.format != "nvfp4" or forward.row_scaled:
+        return False
+    return decoded_form(recipe.dgrad_dy, own, (16, 16), recipe.decode) == "fp8"
 
 
 def give_weight_codes(
@@ -384,11 +415,13 @@ def give_weight_codes(
     call.weight_codes.give(("fprop.w", expert), weight, call.weights_epoch, kind, codes)
 
 
-def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> QuantizedTensor:
+def _build(
+    call: LinearCall, name: str, weight: Tensor, expert: int, form: str
+) -> QuantizedTensor | DecodedTensor:
     forward, own = call.spec("fprop.w"), call.spec(name)
     source, columns = weight, name == "dgrad.w"
     if columns and own == forward and is_symmetric(own):
-        codes = _weight_codes(call, "fprop.w", weight, expert)
+        codes = _forward_codes(call, weight, expert)
         if not weight.is_cuda or own.format not in ("nvfp4", "fp8_tensorwise"):
             return codes.transposed()
         # The same codes as the transposed ones, and faster there than moving nibbles.
@@ -396,14 +429,17 @@ def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> Quantize
         assert isinstance(operand, QuantizedTensor)
         return operand
     if own.source == "forward":
-        codes = _weight_codes(call, "fprop.w", weight, expert)
+        codes = _forward_codes(call, weight, expert)
         if own.is_pow2 and codes.spec.format == "nvfp4" and not codes.spec.row_scaled:
             # A bound of the decoded values, from what all ranks share already: E4M3 rounds a scale
             # up by a sixteenth at most; of pow2 scales `amax` is 2688 times the largest unit, and
             # decoded values reach 1536 times it.
             bound = codes.amax * (0.5 if codes.spec.is_pow2 else 1.125)
             chosen = call.implementation
-            return requantize_columns(codes, own, bound, implementation=chosen)
+            made: QuantizedTensor | DecodedTensor = requantize_columns(
+                codes, own, bound, form=form, implementation=chosen
+            )
+            return made
         source = codes.dequantize()
     operand = quantize_operand(call, name, source, columns=columns)
     assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from fused_ops.formats import QuantizedTensor
+    from fused_ops.formats import DecodedTensor, QuantizedTensor
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Entry:
     identity: tuple[Hashable, ...]
     # A live weak reference keeps the storage's address from being used again.
     storage: StorageWeakRef
-    codes: "QuantizedTensor"
+    codes: "QuantizedTensor | DecodedTensor"
     given: bool = False
 
 
@@ -61,8 +61,8 @@ class WeightCodes:
         weight: Tensor,
         weights_epoch: int,
         variant: tuple[Hashable, ...],
-        build: Callable[[], "QuantizedTensor"],
-    ) -> "QuantizedTensor":
+        build: Callable[[], "QuantizedTensor | DecodedTensor"],
+    ) -> "QuantizedTensor | DecodedTensor":
         """The codes called `name` of `weight`, built if there are none or the weight has changed.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fused_ops.operands import shares_codes
+from fused_ops.operands import decodes_once, shares_codes
 from models.config import ParallelConfig
 from models.flops import MAMBA_CONV, ModelShape, head_norms
 from models.gemms import GemmShape, mamba_inner
@@ -167,7 +167,8 @@ def state_bytes(
 def code_bytes(modules: Iterable[GemmShape], parallel: ParallelConfig, recipes: Any) -> float:
     """Bytes of the kept quantized forms of weights: as the operand of fprop, and of dgrad.
 
-    On a GPU, where dgrad reads the forward's codes if they are those of its transpose.
+    On a GPU, where dgrad reads the forward's codes if they are those of its transpose, and keeps
+    1 byte an element if that is exact.
 
     Args:
         modules: of one rank.
@@ -178,7 +179,9 @@ def code_bytes(modules: Iterable[GemmShape], parallel: ParallelConfig, recipes: 
         recipe = recipes[module.name]
         elements = local_elements(module, parallel)
         total += elements * bytes_of(recipe.fprop_w, 0.0)
-        if not shares_codes(recipe.fprop_w, recipe.dgrad_w):
+        if decodes_once(recipe):
+            total += elements
+        elif not shares_codes(recipe.fprop_w, recipe.dgrad_w):
             total += elements * bytes_of(recipe.dgrad_w, 0.0)
     return total
 

@@ -163,6 +163,7 @@ def check_weights(call, w):
             rows, columns = slice(e * out, (e + 1) * out), slice(None)
             scale_rows, scale_columns = slice(e * out // tile, (e + 1) * out // tile), columns
             if operand == "dgrad.w":
+                width = width if got.form == "codes" else 1
                 rows, columns = slice(None), slice(e * out // width, (e + 1) * out // width)
                 scale_rows, scale_columns = rows, slice(e * out // 16, (e + 1) * out // 16)
             scale = assert_operand(got, want, rows, columns, what)

@@ -300,7 +300,13 @@ def expert_product(
     else:
         a, b = random(groups.rows, out).t(), random(groups.rows, inner).t()
     return partial(
-        grouped.inner_matmul, a, b, groups, out=grad, padded=padded, accumulate=accumulate,
+        grouped.inner_matmul,
+        a,
+        b,
+        groups,
+        out=grad,
+        padded=padded,
+        accumulate=accumulate,
         alpha=alpha,
     )
 
