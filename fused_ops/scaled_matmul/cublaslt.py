@@ -7,6 +7,7 @@ one that torch loaded. Source: the cuBLAS manual, section cuBLASLt.
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,15 +132,19 @@ def _plan(
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     by_columns: tuple[bool, bool],
+    leading: tuple[int, int],
 ) -> tuple[Any, ...]:
     """Descriptors and algorithm of one shape, in cuBLASLt's column order: out^T = b a^T.
 
-    by_columns: whether a and b lie in memory as their transposes.
+    by_columns: whether a and b lie in memory as their transposes; leading: elements from a row of
+    what lies there to the next.
     """
     m, n, k = shape
     operation = _describe(not by_columns[1], by_columns[0])
-    first = _layout(dtypes[1], n, k, n) if by_columns[1] else _layout(dtypes[1], k, n, k)
-    second = _layout(dtypes[0], m, k, m) if by_columns[0] else _layout(dtypes[0], k, m, k)
+    (rows, cols) = (n, k) if by_columns[1] else (k, n)
+    first = _layout(dtypes[1], rows, cols, leading[1])
+    (rows, cols) = (m, k) if by_columns[0] else (k, m)
+    second = _layout(dtypes[0], rows, cols, leading[0])
     out = _layout(dtypes[2], n, m, n)
     preference = ctypes.c_void_p()
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
@@ -174,20 +179,65 @@ def matmul(
     if torch.cuda.current_device() != device:
         with torch.cuda.device(device):
             return matmul(a, b, alpha, out=out, accumulate=accumulate)
-    stream = raw_stream(a.device)
-    kept = _constants(device, stream)
-    shape = (a.shape[0], b.shape[0], a.shape[1])
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
     by_columns = (not a.is_contiguous(), not b.is_contiguous())
-    operation, first, second, layout, result = _plan(
-        device, shape, (a.dtype, b.dtype, out.dtype), by_columns
-    )
-    target = out.data_ptr()
+    leading = (m if by_columns[0] else k, n if by_columns[1] else k)
+    plan = _plan(device, (m, n, k), (a.dtype, b.dtype, out.dtype), by_columns, leading)
+    factor = None if alpha is None else alpha.data_ptr()
+    _launch(
+        device, raw_stream(a.device), plan, a.data_ptr(), b.data_ptr(), factor, out.data_ptr(),
+        accumulate,
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    device: int, stream: int, plan: tuple[Any, ...], a: int, b: int, alpha: int | None, out: int,
+    accumulate: bool,
+) -> None:  # fmt: skip
+    """The product of a plan, of operands at these addresses."""
+    operation, first, second, layout, result = plan
+    kept = _constants(device, stream)
     status = _matmul()(
-        _handle(device), operation, kept.one if alpha is None else alpha.data_ptr(),
-        b.data_ptr(), first, a.data_ptr(), second, kept.one if accumulate else kept.zero,
-        target, layout, target, layout, ctypes.byref(result),
-        kept.workspace, _WORKSPACE, stream,
+        _handle(device), operation, kept.one if alpha is None else alpha,
+        b, first, a, second, kept.one if accumulate else kept.zero,
+        out, layout, out, layout, ctypes.byref(result), kept.workspace, _WORKSPACE, stream,
     )  # fmt: skip
     if status != 0:
         raise RuntimeError(f"cublasLtMatmul failed with cuBLAS status {status}")
-    return out
+
+
+def matmul_pieces(
+    a: Tensor, b: Tensor, pieces: Sequence[tuple[int, int]], alpha: Tensor | None, *, out: Tensor,
+    accumulate: bool,
+) -> None:  # fmt: skip
+    """out[e] = alpha[e] a[:, piece e] . b[:, piece e]^T, or added to it: one product a piece.
+
+    Args:
+        a: [M, K], b: [N, K]: rows or columns contiguous, alike; pieces of rows begin at multiples
+            of 16 bytes.
+        pieces: first column and columns of each; one without columns is left out.
+        alpha: contiguous fp32 [pieces], or None for 1.
+        out: contiguous [pieces, M, N].
+    """
+    device = a.device.index
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return matmul_pieces(a, b, pieces, alpha, out=out, accumulate=accumulate)
+    stream, (m, n) = raw_stream(a.device), out.shape[1:]
+    by_columns = a.stride(1) != 1
+    axis = 1 if by_columns else 0
+    leading, dtypes = (a.stride(axis), b.stride(axis)), (a.dtype, b.dtype, out.dtype)
+    # Bytes from one column of a piece to the next.
+    step_a, step_b = (x.stride(1) * x.element_size() for x in (a, b))
+    left, right, target = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    size = m * n * out.element_size()
+    factor = None if alpha is None else alpha.data_ptr()
+    for e, (first, columns) in enumerate(pieces):
+        if columns:
+            plan = _plan(device, (m, n, columns), dtypes, (by_columns,) * 2, leading)
+            _launch(
+                device, stream, plan, left + first * step_a, right + first * step_b,
+                None if factor is None else factor + 4 * e, target + e * size, accumulate,
+            )  # fmt: skip
+    return None

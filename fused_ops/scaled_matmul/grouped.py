@@ -6,6 +6,7 @@ fp32, from device memory.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate as accumulate_sizes
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from fused_ops.codecs import pad_to
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.groups import HEIGHTS, Groups
+from fused_ops.scaled_matmul import cublaslt
 from fused_ops.triton_support import device_reason, launch
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -230,6 +232,29 @@ def _triton_inner(
     return out
 
 
+def _cublaslt_inner_reason(
+    a: Tensor, b: Tensor, groups: Groups, *, out: Tensor, padded: bool, **unused: object
+) -> str | None:
+    if cublaslt.library() is None:
+        return "cuBLASLt was not found"
+    return _triton_inner_reason(a, b, groups, out=out, padded=padded, **unused)
+
+
+def _cublaslt_inner(
+    a: Tensor, b: Tensor, groups: Groups, *, out: Tensor, padded: bool, accumulate: bool,
+    alpha: Alpha | None,
+) -> Tensor:  # fmt: skip
+    """One launch a group: their sizes are those that the host knows."""
+    pieces = [(part.start, part.stop - part.start) for part in _pieces(groups, padded)]
+    factors = None if alpha is None else alpha.values().contiguous()
+    cublaslt.matmul_pieces(a, b, pieces, factors, out=out, accumulate=accumulate)
+    if not accumulate:
+        for e, (_, columns) in enumerate(pieces):
+            if not columns:
+                out[e].zero_()
+    return out
+
+
 def _torch_reason(
     a: Tensor, b: Tensor, groups: Groups, *, dtype: torch.dtype, alpha: Alpha | None, **_: object
 ) -> str | None:
@@ -247,16 +272,18 @@ def _torch_rows(
     return out if len(a) == rows else pad_to(out, rows, b.shape[1])
 
 
-def _groups_of_rows(groups: Groups) -> list[slice]:
-    ends = [sum(groups.counts[: e + 1]) for e in range(len(groups))]
-    return [slice(end - n, end) for end, n in zip(ends, groups.counts)]
+def _pieces(groups: Groups, padded: bool) -> list[slice]:
+    """Where the tokens of each group lie: one after the other, or (padded) in the column layout."""
+    sizes = [16 * -(-n // 16) for n in groups.counts] if padded else list(groups.counts)
+    ends = list(accumulate_sizes(sizes))
+    return [slice(end - n, end) for end, n in zip(ends, sizes)]
 
 
 def _reference_rows(
     a: Tensor, b: Tensor, groups: Groups, *, rows: int, dtype: torch.dtype, alpha: Alpha | None
 ) -> Tensor:
     out = torch.empty((rows, b.shape[1]), dtype=dtype, device=a.device)
-    for e, own in enumerate(_groups_of_rows(groups)):
+    for e, own in enumerate(_pieces(groups, False)):
         total = a[own].float() @ b[e].float().t()
         out[own] = total if alpha is None else total * alpha.values()[e]
     return out
@@ -266,11 +293,7 @@ def _reference_inner(
     a: Tensor, b: Tensor, groups: Groups, *, out: Tensor, padded: bool, accumulate: bool,
     alpha: Alpha | None,
 ) -> Tensor:  # fmt: skip
-    place = _groups_of_rows(groups)
-    if padded:
-        blocks = [-(-n // 16) for n in groups.counts]
-        place = [slice(16 * sum(blocks[:e]), 16 * sum(blocks[: e + 1])) for e in range(len(groups))]
-    for e, tokens in enumerate(place):
+    for e, tokens in enumerate(_pieces(groups, padded)):
         if not groups.counts[e]:
             if not accumulate:
                 out[e] = 0
@@ -287,4 +310,5 @@ ROWS.register(Implementation("triton", _triton_rows, _triton_rows_reason))
 ROWS.register(Implementation("reference", _reference_rows, always))
 INNER = Op("grouped_inner_matmul")
 INNER.register(Implementation("triton", _triton_inner, _triton_inner_reason))
+INNER.register(Implementation("cublaslt", _cublaslt_inner, _cublaslt_inner_reason))
 INNER.register(Implementation("reference", _reference_inner, always))

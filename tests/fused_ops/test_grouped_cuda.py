@@ -335,6 +335,17 @@ PRODUCTS = {
 SIZES = [(400, 336), (48, 16), (256, 512)]
 
 
+# What takes a ragged contraction: tiles of a kernel, and a library.
+INNERS = [
+    lambda kind, number=number: {
+        "implementation": "triton",
+        "tile": tiles_of("inner", "bf16" if kind == "bf16" else "fp8")[number],
+    }
+    for number in range(3)
+]
+INNERS.append(lambda kind: {"implementation": "cublaslt"})
+
+
 def tiles_of(kind, cores):
     found = grouped.TILES[kind, cores]
     return [found, replace(found, described=False), replace(found, n=128, described=False)]
@@ -370,13 +381,12 @@ def test_products_of_ragged_rows(counts, kind, variant):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", range(3), ids=["descriptors", "pointers", "small"])
+@pytest.mark.parametrize("variant", range(4), ids=["descriptors", "pointers", "small", "library"])
 @pytest.mark.parametrize("kind", PRODUCTS)
 @each_counts
 def test_products_along_ragged_tokens(counts, kind, variant):
     left, right, tolerance = PRODUCTS[kind]
     groups = groups_of(COUNTS[counts], torch.device("cuda"))
-    tile = tiles_of("inner", "bf16" if kind == "bf16" else "fp8")[variant]
     for m, n in SIZES:
         for padded in (True, False) if kind == "bf16" else (True,):
             tokens = 16 * groups.blocks if padded else groups.rows
@@ -386,7 +396,9 @@ def test_products_along_ragged_tokens(counts, kind, variant):
                 a, b = (x.t().contiguous().t() for x in (a, b))
             scale = torch.rand(len(groups), device="cuda") + 0.5
             scale[torch.tensor(groups.counts, device="cuda") == 0] = float("nan")
-            for accumulate, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+            for accumulate, dtype in (
+                (True, torch.float32), (False, torch.float32), (False, torch.bfloat16),
+            ):  # fmt: skip
                 start = torch.full((len(groups), m, n), float("nan"), device="cuda", dtype=dtype)
                 start = start.fill_(0.5) if accumulate else start
                 options = {
@@ -397,12 +409,13 @@ def test_products_along_ragged_tokens(counts, kind, variant):
                     grouped.inner_matmul(a, b, groups, out=start.clone(), **options, **how)
                     for how in (
                         {"implementation": "reference"},
-                        {"implementation": "triton", "tile": tile},
+                        INNERS[variant](kind),
                     )
                 )
                 what = f"{kind} {m}x{n} padded {padded} accumulate {accumulate}"
                 assert bool(torch.isfinite(got).all()), what
-                assert_close(got, want, tolerance if accumulate else "bf16_output", what)
+                bound = "bf16_output" if dtype is torch.bfloat16 else tolerance
+                assert_close(got, want, bound, what)
 
 
 @pytest.mark.gpu

@@ -331,7 +331,9 @@ def bench_grouped(rows: int, all_tiles: bool) -> None:
                 names: list[tuple[str, dict]] = [("triton", {"tile": t}) for t in expert_tiles(
                     kind, cores
                 )[: None if all_tiles else 2]]  # fmt: skip
-                if kind == "rows" and cores == "bf16":
+                if kind == "inner":
+                    names.append(("cublaslt", {}))
+                elif cores == "bf16":
                     names.insert(0, ("torch", {}))
                 for name, options in names:
                     report_product(f"{gemm} {cores}", product, name, options, flops, base)
