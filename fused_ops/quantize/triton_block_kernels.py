@@ -194,11 +194,20 @@ def philox(k0, k1, row, block):
 
 
 @triton.jit
+def _rounded(a):
+    """a >= 0, below 2**104, to the nearest multiple of half the power of two below max(a, 1).
+
+    By adding and subtracting 2**22 times that power; the product, which is exact, rides in the
+    additions: the integer units are the bottleneck.
+    """
+    power_below = float_of(bits_of(tl.maximum(a, 1.0)) & 0x7F800000)
+    return tl.fma(power_below, -4194304.0, tl.fma(power_below, 4194304.0, a))
+
+
+@triton.jit
 def nearest_value(a):
     """a >= 0 rounded to the E2M1 grid, ties to even, at most 6."""
-    a = tl.minimum(a, 6.0)
-    anchor = float_of((bits_of(tl.maximum(a, 1.0)) & 0x7F800000) + (22 << 23))
-    return (a + anchor) - anchor
+    return _rounded(tl.minimum(a, 6.0))
 
 
 @triton.jit
@@ -432,8 +441,7 @@ def scaled_error(v, factor):
     total = factor * 0.0
     for i in tl.static_range(0, 16):
         t = tl.abs(v[i] * factor)
-        anchor = float_of((bits_of(tl.maximum(t, 1.0)) & 0x7F800000) + (22 << 23))
-        error = ((t + anchor) - anchor) - t
+        error = _rounded(t) - t
         total = tl.fma(error, error, total)
     return total
 
