@@ -26,7 +26,7 @@ from fused_ops.linear import (
     without_gradient,
 )
 from fused_ops.linear_call import LinearCall, Operand
-from fused_ops.main_grad import beta_of
+from fused_ops.main_grad import Zeros, sum_of
 from fused_ops.operands import (
     amax_of,
     has_shared_amax,
@@ -150,22 +150,26 @@ class _GroupedLinear(torch.autograd.Function):
                     outputs[e].copy_(dgrad(ctx.calls[e], part, weight[e], e, amaxes[e]))
         if ctx.save_input:
             amaxes = _amaxes(call, "wgrad.dy", parts, True)
-            main_grad = ctx.weight.main_grad if call.main_grad else None
+            main_grad = sum_of(ctx.weight) if call.main_grad else None
             own = None if main_grad is not None else torch.zeros_like(weight)
-            start, beta = 0, beta_of(ctx.weight)
+            start = 0
             for e, (size, rest) in enumerate(ctx.packed):
                 x_t = unpack(tensors[start : start + size], rest)
                 start += size
                 if not counts[e]:
                     continue
-                target = None if main_grad is None else main_grad[e]
-                product = wgrad(
-                    ctx.calls[e], parts[e], x_t, target, weight.dtype, amaxes[e], beta=beta
-                )
+                target = _part_of(main_grad, e)
+                product = wgrad(ctx.calls[e], parts[e], x_t, target, weight.dtype, amaxes[e])
                 if own is not None:
                     own[e] = product
             dw = dummy_gradient(ctx.weight) if call.main_grad else own
         return dx, dw, None, None
+
+
+def _part_of(main_grad: Tensor | Zeros | None, expert: int) -> Tensor | Zeros | None:
+    if isinstance(main_grad, Zeros):
+        return Zeros(main_grad.tensor[expert])
+    return None if main_grad is None else main_grad[expert]
 
 
 def _wgrad_sources(

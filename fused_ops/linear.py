@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from fused_ops.dispatch import outside_graph
 from fused_ops.formats import QuantizedTensor
 from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Part, Runs
-from fused_ops.main_grad import beta_of, note_added
+from fused_ops.main_grad import Zeros, note_added, sum_of
 from fused_ops.operands import (
     Source,
     observe,
@@ -160,11 +160,8 @@ class _Linear(torch.autograd.Function):
             if ctx.save_part:
                 full = call.comm.gather_input(tensors[0]).reshape(-1, ctx.shape[-1])
                 x_t = wgrad_input(call, full, full)
-            main_grad = ctx.weight.main_grad if call.main_grad else None
-            dw = wgrad(
-                call, dy, x_t, main_grad, weight.dtype, columns=operands["wgrad.dy"](),
-                beta=beta_of(ctx.weight),
-            )  # fmt: skip
+            main_grad = sum_of(ctx.weight) if call.main_grad else None
+            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, columns=operands["wgrad.dy"]())
             if call.main_grad:
                 dw = dummy_gradient(ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -277,11 +274,10 @@ def wgrad(
     call: LinearCall,
     dy: Tensor,
     x: Operand,
-    main_grad: Tensor | None,
+    main_grad: Tensor | Zeros | None,
     dtype: torch.dtype,
     amax: Tensor | None = None,
     columns: Operand | None = None,
-    beta: int = 1,
 ) -> Tensor:
     """dW = dY^T . X, added to main_grad (fp32 [out, in]) if that is given, else new in `dtype`.
 
@@ -289,7 +285,6 @@ def wgrad(
         dy: [tokens, out].
         x: X^T [in, tokens], an operand.
         columns: dY^T as an operand, if it has been made already.
-        beta: 0 where main_grad holds zeros: see `fused_ops.main_grad`.
     """
     if not (isinstance(x, Tensor) or is_quantized(call.spec("wgrad.x"))):
         assert isinstance(x, QuantizedTensor), "the forward operand is kept in codes"
@@ -300,7 +295,7 @@ def wgrad(
         qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
     observe(call, "wgrad.dy", dy, qdy)
     return scaled_matmul(
-        qdy, x, out_dtype=dtype, accumulate=main_grad, beta=beta, decode=call.recipe.decode,
+        qdy, x, out_dtype=dtype, accumulate=main_grad, decode=call.recipe.decode,
         implementation=call.implementation,
     )  # fmt: skip
 

@@ -8,11 +8,19 @@ a mark gradients are added, which is right always.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _MARK = "main_grad_is_zero"
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A sum that holds nothing but zeros: a product that is to be added is written, beta = 0."""
+
+    tensor: Tensor
 
 
 def mark_zeroed(parameters: Iterable[Tensor], zeroed: bool = True) -> None:
@@ -31,6 +39,12 @@ def beta_of(weight: Tensor) -> int:
     """What of `weight.main_grad` a product that is added to it keeps: 0 nothing, since it is zero,
     or 1."""
     return 0 if getattr(weight, _MARK, False) else 1
+
+
+def sum_of(weight: Tensor) -> Tensor | Zeros:
+    """`weight.main_grad`, and whether it is zero."""
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    return main_grad if beta_of(weight) else Zeros(main_grad)
 
 
 def note_added(weight: Tensor) -> None:

@@ -60,11 +60,7 @@ def train_step(
     is asked with the loss before the update, and must answer the same on all of them.
     """
     state, optimizer, scheduler = engine.precision_state, engine.optimizer, engine.scheduler
-    for chunk in engine.chunks:
-        chunk.zero_grad_buffer()
-        mark_zeroed(chunk.parameters())
-    optimizer.zero_grad()
-    state.nonfinite.zero_()
+    _zero_gradients(engine)
     sums = run_schedule(engine, micro_batches, forward_only=False)
     for chunk in engine.chunks:  # a replayed graph takes no marks away
         mark_zeroed(chunk.parameters(), False)
@@ -110,6 +106,14 @@ def train_step(
         stop=bool(stop),
         overflow=not updated and scale is not None,
     )
+
+
+def _zero_gradients(engine: Engine) -> None:
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
+        mark_zeroed(chunk.parameters())
+    engine.optimizer.zero_grad()
+    engine.precision_state.nonfinite.zero_()
 
 
 def run_schedule(

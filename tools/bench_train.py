@@ -78,16 +78,15 @@ def bench(options: argparse.Namespace) -> None:
     torch.manual_seed(0)  # the same tokens on all ranks of a model
     replicas = world.data_parallel_size
     device = torch.cuda.get_device_name()
-    shape = model_shape(run_config(options.model, "bf16", []).model)
-    whole = sum(flops_per_token(shape).values()) * LENGTH
+    shape = run_config(options.model, "bf16", []).model
+    whole = sum(flops_per_token(model_shape(shape)).values()) * LENGTH
     flops = whole * replicas / world.size
     if world.is_main:
         print(
             f"{world.size} x {device}, torch {torch.__version__}; {options.model}: "
             f"{whole / 1e12:.1f} TFLOP a micro-batch"
         )
-    base: float | None = None
-    peak = peak_tflops(device)
+    base, peak = None, peak_tflops(device)
 
     def report(name: str, milliseconds: float, host: float, memory: float) -> None:
         rate = flops / milliseconds / 1e9
@@ -117,7 +116,7 @@ def bench(options: argparse.Namespace) -> None:
         recipe, _, decode = name.partition(":")
         overrides = [*options.overrides, *([f"precision.decode={decode}"] if decode else [])]
         config = run_config(options.model, recipe, overrides)
-        run, step, graph = ours(config, world, accumulate=options.accumulate)
+        run, step, graph = ours(config, world, options.accumulate)
         report(name, *measure(run, options.iterations))
         if options.graph:
             report(f"{name}, graph", *measure(graph, options.iterations))

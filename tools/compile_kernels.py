@@ -231,7 +231,7 @@ def _rotated_amaxes() -> list[Variant]:
 
 def _pairs() -> list[Variant]:
     """Quantizers along both axes, and from codes: of nvfp4 and of nvfp4_fast."""
-    from fused_ops.quantize.triton_launch import FP8_TILE, PAIR_TILE, REQUANTIZE_TILE
+    from fused_ops.quantize.triton_launch import FP8_TILE, PAIR_TILE
 
     def side(prefix: str, **changes: Any) -> dict[str, Any]:
         base = {"POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0}
@@ -273,11 +273,16 @@ def _pairs() -> list[Variant]:
                 "COUNT": False, "ROWS": FP8_TILE["rows"], "COLS": FP8_TILE["cols"],
             },
             FP8_TILE["warps"],
-            {
-                "x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "scale_ptr": "*fp32",
-            },
+            {"x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "scale_ptr": "*fp32"},
         )
     )  # fmt: skip
+    return found + _from_codes()
+
+
+def _from_codes() -> list[Variant]:
+    """Weights of dgrad, made of the codes of fprop's."""
+    from fused_ops.quantize.triton_launch import REQUANTIZE_TILE
+
     requantized = {
         "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
         "FORM": 0, "SHIFT": 0, "EVEN": True,
@@ -286,11 +291,15 @@ def _pairs() -> list[Variant]:
     types = {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
     tile = {"SHIFT": 3, "BLOCKS": REQUANTIZE_TILE["blocks"], "WORDS": REQUANTIZE_TILE["words"]}
     pointers = {"codes_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*i64"}
-    found.append(Variant("decode_columns", "nvfp4 w", tile, REQUANTIZE_TILE["warps"], pointers))
-    found.append(
-        Variant("requantize_columns", "nvfp4_fast w", requantized, REQUANTIZE_TILE["warps"], types)
-    )
+    warps = REQUANTIZE_TILE["warps"]
+    found = [Variant("decode_columns", "nvfp4 w", tile, warps, pointers)]
+    for label, form in _KEPT.items():
+        found.append(Variant("requantize_columns", label, requantized | form, warps, types))
     return found
+
+
+_KEPT = {"nvfp4_fast w": {}, "nvfp4_fast w, decoded": {"FORM": 1, "SHIFT": 2}}
+"""Forms of a weight that is requantized: see fused_ops.operands.decodes_once."""
 
 
 _GROUP_TYPES = {"place_ptr": "*i32", "tile_ptr": "*i32", "rotated_ptr": "*i32"}
@@ -375,10 +384,11 @@ def _grouped_quantizers() -> list[Variant]:
         "FORM": 0, "SHIFT": 0,
     }  # fmt: skip
     types = _GROUP_TYPES | {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
-    found.append(
-        Variant("grouped_requantize", "nvfp4_fast w", requantized | words, COLUMN_TILE["warps"],
-                types)
-    )  # fmt: skip
+    for label, form in _KEPT.items():
+        constants = requantized | words | form
+        found.append(
+            Variant("grouped_requantize", label, constants, COLUMN_TILE["warps"], types)
+        )  # fmt: skip
     cast = {
         "E5M2": False, "LARGEST": 448.0, "POW2": False, "ROW": True, "COLUMN": True,
         "COLS": CAST_COLUMNS,

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import Choice, Implementation, Op, always
+from fused_ops.main_grad import Zeros
 from fused_ops.scaled_matmul import custom, hopper, reference
 from fused_ops.scaled_matmul.reference import Operand
 
@@ -22,8 +23,7 @@ def scaled_matmul(
     b: Operand,
     *,
     out_dtype: torch.dtype,
-    accumulate: Tensor | None = None,
-    beta: int = 1,
+    accumulate: Tensor | Zeros | None = None,
     bias: Tensor | None = None,
     decode: str = "exact",
     row_block: int | None = None,
@@ -41,8 +41,8 @@ def scaled_matmul(
         a: [M, K], codes or a tensor.
         b: [N, K], codes or a tensor.
         out_dtype: of a new output.
-        accumulate: fp32 [M, N], updated in place, after alpha; then it is the result.
-        beta: 1, or 0: `accumulate` is written without being read.
+        accumulate: fp32 [M, N], updated in place, after alpha; then it is the result. `Zeros` are
+            written without being read: beta 0, else 1.
         bias: [N], added in fp32 after alpha.
         decode: "exact", or "fp8": what E4M3 cannot hold of code * block scale is rounded to it
             (NVFP4 with full-precision block scales only).
@@ -58,36 +58,26 @@ def scaled_matmul(
         ValueError: operands that do not fit.
         UnsupportedError: no allowed implementation takes them.
     """
-    _check(a, b, accumulate, beta, bias, decode)
+    sums, beta = (accumulate.tensor, 0) if isinstance(accumulate, Zeros) else (accumulate, 1)
+    _check(a, b, sums, bias, decode)
     if row_block is not None:
         if implementation not in (None, "reference"):
             raise ValueError(
                 f"row_block is for the reference, got implementation {implementation!r}; pass None"
             )
         return reference.scaled_matmul(
-            a, b, out_dtype=out_dtype, accumulate=accumulate, beta=beta, bias=bias, decode=decode,
+            a, b, out_dtype=out_dtype, accumulate=sums, beta=beta, bias=bias, decode=decode,
             row_block=row_block,
         )  # fmt: skip
     call = custom.scaled_matmul if is_dynamo_compiling() else SCALED_MATMUL
     return call(
-        a,
-        b,
-        out_dtype=out_dtype,
-        accumulate=accumulate,
-        beta=beta,
-        bias=bias,
-        decode=decode,
+        a, b, out_dtype=out_dtype, accumulate=sums, beta=beta, bias=bias, decode=decode,
         implementation=implementation,
-    )
+    )  # fmt: skip
 
 
 def _check(
-    a: Operand,
-    b: Operand,
-    accumulate: Tensor | None,
-    beta: int,
-    bias: Tensor | None,
-    decode: str,
+    a: Operand, b: Operand, accumulate: Tensor | None, bias: Tensor | None, decode: str
 ) -> None:
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -103,7 +93,5 @@ def _check(
             )
         if bias is not None:
             raise ValueError("accumulate and bias exclude each other; add the bias separately")
-    if beta not in (0, 1):
-        raise ValueError(f"beta must be 0 or 1, got {beta!r}")
     if decode not in ("exact", "fp8"):
         raise ValueError(f"decode must be 'exact' or 'fp8', got {decode!r}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_ops import grouped_linear, linear
+from fused_ops.main_grad import Zeros
 from fused_ops.scaled_matmul.reference import Operand, alpha, values
 
 
@@ -27,8 +28,7 @@ def summed_in_halves(seed: int) -> Iterator[None]:
         b: Operand,
         *,
         out_dtype: torch.dtype,
-        accumulate: Tensor | None = None,
-        beta: int = 1,
+        accumulate: Tensor | Zeros | None = None,
         bias: Tensor | None = None,
         decode: str = "exact",
         row_block: int | None = None,
@@ -39,9 +39,9 @@ def summed_in_halves(seed: int) -> Iterator[None]:
         generator = torch.Generator().manual_seed(seed)
         index = torch.randperm(left.shape[1], generator=generator).to(left.device)
         factor = alpha(a, b)
+        if isinstance(accumulate, Zeros):
+            accumulate = accumulate.tensor.zero_()
         total: Tensor | None = accumulate
-        if accumulate is not None and not beta:
-            accumulate.zero_()
         for part in index.chunk(2):
             own = left[:, part] @ right[:, part].t()
             own = own if factor is None else own * factor

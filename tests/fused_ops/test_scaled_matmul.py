@@ -8,6 +8,7 @@ import torch
 
 from fused_ops.dispatch import UnsupportedError
 from fused_ops.formats import OperandSpec
+from fused_ops.main_grad import Zeros
 from fused_ops.quantize import quantize
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.scaled_matmul.reference import add_toward_zero, alpha, values
@@ -108,21 +109,21 @@ def test_accumulates_in_place_after_alpha():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_beta_0_writes_without_reading(plain):
+def test_zeros_are_written_without_being_read(plain):
     """What was there is no matter; the sum is that of an addition to zeros."""
     a, b = operand(PLAIN, 32, 64), operand(PLAIN, 16, 64)
     if plain:
         a, b = a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16)
     added, written = torch.zeros(32, 16), torch.full((32, 16), float("nan"))
     scaled_matmul(a, b, out_dtype=torch.float32, accumulate=added)
-    scaled_matmul(a, b, out_dtype=torch.float32, accumulate=written, beta=0)
+    scaled_matmul(a, b, out_dtype=torch.float32, accumulate=Zeros(written))
     assert float(added.abs().min()) > 0.0
     assert torch.equal(written, added)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "exact", "fp8", "odd"])
-def test_beta_0_on_a_gpu_gives_the_bits_of_an_addition_to_zeros(kind):
+def test_zeros_written_on_a_gpu_get_the_bits_of_an_addition(kind):
     """By cuBLASLt with C unread, in the order of sums that it has with C; "odd": N is no multiple
     of 4."""
     n = 46 if kind == "odd" else 48
@@ -132,7 +133,7 @@ def test_beta_0_on_a_gpu_gives_the_bits_of_an_addition_to_zeros(kind):
     added = torch.zeros(64, n, device="cuda")
     written = torch.full((64, n), float("nan"), device="cuda")
     scaled_matmul(a, b, accumulate=added, implementation="hopper", **options)
-    scaled_matmul(a, b, accumulate=written, beta=0, implementation="hopper", **options)
+    scaled_matmul(a, b, accumulate=Zeros(written), implementation="hopper", **options)
     assert float(added.abs().max()) > 1.0
     assert torch.equal(written, added)
 
@@ -270,7 +271,7 @@ def test_blackwell_model_says_what_it_does_not_describe():
         ({"accumulate": torch.zeros(4, 8).bfloat16()}, "accumulate must be fp32"),
         ({"accumulate": torch.zeros(8, 4)}, r"accumulate must be fp32 \(4, 8\)"),
         ({"accumulate": torch.zeros(4, 8), "bias": torch.zeros(8)}, "exclude each other"),
-        ({"accumulate": torch.zeros(4, 8), "beta": 2}, "beta must be 0 or 1, got 2"),
+        ({"accumulate": Zeros(torch.zeros(8, 4))}, r"accumulate must be fp32 \(4, 8\)"),
         ({"decode": "fp4"}, "decode must be 'exact' or 'fp8', got 'fp4'"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 
 import pretrain.train_step
 from fused_ops import grouped_linear, linear
-from fused_ops.main_grad import beta_of
+from fused_ops.main_grad import beta_of, sum_of
 from pretrain.config import make_config
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import TrainLoader, ValidLoader
@@ -116,7 +116,7 @@ def test_the_first_micro_batch_need_not_be_added(folder, monkeypatch):
                 patch.setattr(pretrain.train_step, "mark_zeroed", lambda *arguments: None)
             for module in (linear, grouped_linear):
                 patch.setattr(
-                    module, "beta_of", lambda w, m=marks: betas[m].append(beta_of(w)) or beta_of(w)
+                    module, "sum_of", lambda w, m=marks: betas[m].append(beta_of(w)) or sum_of(w)
                 )
             results = run.steps(2)
         assert all(beta_of(p) == 1 for p in parameters.values())

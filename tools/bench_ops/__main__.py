@@ -294,21 +294,12 @@ def expert_product(
             grouped.rows_matmul, a, b, groups, rows=groups.rows, dtype=torch.bfloat16, alpha=alpha
         )
     grad, padded = torch.zeros(len(groups), out, inner, device=device), cores == "fp8"
-    accumulate = gemm == "wgrad"
     if padded:
         a, b = random(out, 16 * groups.blocks), random(inner, 16 * groups.blocks)
     else:
         a, b = random(groups.rows, out).t(), random(groups.rows, inner).t()
-    return partial(
-        grouped.inner_matmul,
-        a,
-        b,
-        groups,
-        out=grad,
-        padded=padded,
-        accumulate=accumulate,
-        alpha=alpha,
-    )
+    options = {"out": grad, "padded": padded, "accumulate": gemm == "wgrad", "alpha": alpha}
+    return partial(grouped.inner_matmul, a, b, groups, **options)
 
 
 def bench_grouped(rows: int, all_tiles: bool) -> None:
