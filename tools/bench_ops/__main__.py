@@ -298,8 +298,8 @@ def expert_product(
         a, b = random(out, 16 * groups.blocks), random(inner, 16 * groups.blocks)
     else:
         a, b = random(groups.rows, out).t(), random(groups.rows, inner).t()
-    options = {"out": grad, "padded": padded, "accumulate": gemm == "wgrad", "alpha": alpha}
-    return partial(grouped.inner_matmul, a, b, groups, **options)
+    how: dict[str, Any] = {"padded": padded, "accumulate": gemm == "wgrad", "alpha": alpha}
+    return partial(grouped.inner_matmul, a, b, groups, out=grad, **how)
 
 
 def bench_grouped(rows: int, all_tiles: bool) -> None:
