@@ -14,6 +14,7 @@ from fused_ops.linear_call import LinearCall, Operand, Run, Runs
 from fused_ops.quantize import (
     DelayedScaling,
     amax_pair,
+    dequantize,
     operand_amax,
     pair_reason,
     plain_amax,
@@ -320,7 +321,7 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     if is_quantized(spec):
         return _weight_codes(call, name, weight, expert)
     if spec.source == "forward":
-        weight = _weight_codes(call, "fprop.w", weight, expert).dequantize(weight.dtype)
+        weight = dequantize(_weight_codes(call, "fprop.w", weight, expert), weight.dtype)
     return weight if name == "fprop.w" else weight.t()
 
 
@@ -383,7 +384,7 @@ def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> Quantize
             bound = codes.amax * (0.5 if codes.spec.is_pow2 else 1.125)
             chosen = call.implementation
             return requantize_columns(codes, own, bound, implementation=chosen)
-        source = codes.dequantize()
+        source = dequantize(codes)
     operand = quantize_operand(call, name, source, columns=columns)
     assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"
     return operand

@@ -58,7 +58,9 @@ class Variant:
 
 def variants() -> list[Variant]:
     """What is launched in training, with the tiles in use."""
-    return quantizer_variants() + grouped_variants() + _glue_variants()
+    from tools.wide_variants import wide_variants
+
+    return quantizer_variants() + wide_variants() + grouped_variants() + _glue_variants()
 
 
 def _glue_variants() -> list[Variant]:
