@@ -10,6 +10,7 @@ decoded within the time.
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,8 +19,8 @@ from fused_ops.formats import OperandSpec
 from fused_ops.quantize import operand_amax, quantize, triton_decode
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.testing import assert_bitwise_equal, assert_close
-from tools.bench_ops import KEY, copy_bandwidth, median_us, row
 
+KEY = (0x12345678, 0x9ABCDEF0)
 TURNED = OperandSpec(format="nvfp4", hadamard=128)
 SPECS = [
     TURNED,
@@ -34,6 +35,20 @@ SPECS = [
 DECODED = [OperandSpec(format=name) for name in ("mxfp8", "mxfp4", "fp8_blockwise")]
 
 
+def median_us(run: Callable[[], object]) -> float:
+    """Median microseconds of a call replayed in a CUDA graph: what the device needs alone."""
+    from triton.testing import do_bench_cudagraph
+
+    run()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return 1e3 * float(do_bench_cudagraph(run, rep=40, return_mode="median"))
+
+
+def row(name: str, moved: float, microseconds: float, copy: float) -> None:
+    rate = moved / microseconds / 1e6
+    print(f"{name:52} {microseconds:8.1f} us {rate:6.2f} TB/s {rate / copy:6.3f} of copy")
+
+
 def check(spec: OperandSpec, columns: bool) -> None:
     """The bytes of the kernel are those of the reference on a CPU."""
     x, key = torch.randn(256, 640).bfloat16(), torch.tensor(KEY)
@@ -46,7 +61,8 @@ def check(spec: OperandSpec, columns: bool) -> None:
 def bench_quantizers(rows: int, cols: int) -> None:
     """Quantizers along both axes, amaxes and decoders of one [rows, cols] bf16 matrix."""
     x, key = torch.randn(rows, cols, device="cuda").bfloat16(), torch.tensor(KEY, device="cuda")
-    copy, size = copy_bandwidth(x), 2 * x.numel()
+    size, y = 2 * x.numel(), torch.empty_like(x)
+    copy = 2 * size / median_us(lambda: y.copy_(x)) / 1e6
     print(f"\n{rows} x {cols}: copy {copy:.2f} TB/s")
     for columns in (False, True):
         side = "columns" if columns else "rows"

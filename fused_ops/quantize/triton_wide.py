@@ -4,6 +4,7 @@
 Nothing here waits for the device, so that calls may be recorded in CUDA graphs.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +74,17 @@ def piece(spec: OperandSpec) -> int:
     return max(spec.block[1], spec.hadamard)
 
 
+@dataclass(frozen=True)
+class _How:
+    """Arguments of quantize besides what is quantized; see there."""
+
+    columns: bool
+    signs: Tensor | None
+    key: Key | None
+    origin: tuple[int, int]
+    form: str
+
+
 def _source(x: Tensor, columns: bool, size: int) -> Tensor:
     """x as the kernels read it: contiguous, 16-byte aligned; along rows padded to whole pieces."""
     x = x.detach()
@@ -135,13 +147,13 @@ def quantize(
     form: str = "codes",
 ) -> QuantizedTensor | DecodedTensor:
     """See fused_ops.quantize.api.quantize, which checks the arguments."""
+    how = _How(columns, signs, key, origin, form)
     rows, cols = (x.shape[1], x.shape[0]) if columns else (x.shape[0], x.shape[1])
     if spec.format == "nvfp4":
         amax = _own_amax(x, spec, columns, signs) if amax is None else amax
         padded = roundup(cols, spec.multiple)
         output = Output.new(spec, form, rows, padded if spec.hadamard else cols, amax, rows)
-        main, scales = output.main, output.scales
-        _launch(x, spec, columns, signs, key, origin, amax, main, scales, form)
+        _launch(x, spec, how, amax, output.main, output.scales)
         return output.result()
     assert spec.block is not None, spec.label
     blocks = -(-cols // piece(spec)) * (piece(spec) // spec.block[1])
@@ -150,7 +162,7 @@ def quantize(
     main = x.new_empty((rows, width // 2 if spec.is_fp4 else width), dtype=torch.uint8)
     scales = x.new_empty((-(-rows // spec.block[0]), blocks), dtype=scale_type)
     used = torch.ones((), device=x.device)
-    _launch(x, spec, columns, signs, key, origin, used, main, scales, form)
+    _launch(x, spec, how, used, main, scales)
     return QuantizedTensor(main, scales, used, (rows, width if spec.hadamard else cols), spec)
 
 
@@ -163,31 +175,28 @@ def _own_amax(x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None)
 def _launch(
     x: Tensor,
     spec: OperandSpec,
-    columns: bool,
-    signs: Tensor | None,
-    key: Key | None,
-    origin: tuple[int, int],
+    how: _How,
     amax: Tensor,
     main: Tensor,
     scales: Tensor,
-    form: str,
 ) -> None:
     from fused_ops.quantize import triton_wide_kernels as kernels
 
-    source, sizes, (constants, grid) = _geometry(x, spec, columns)
-    on_device = isinstance(key, Tensor)
-    k0, k1 = (0, 0) if on_device else key_words(key)
+    source, sizes, (constants, grid) = _geometry(x, spec, how.columns)
+    key = how.key
+    k0, k1 = (0, 0) if isinstance(key, Tensor) else key_words(key)
     element = str(spec.element)
     numerator = {"nvfp4": spec.numerator, "fp8_blockwise": ELEMENT_MAX[element]}.get(
         spec.format, torch.tensor(1.0 / ELEMENT_MAX[element]).item()
     )
     launch(
-        kernels.quantize_wide, grid, source, _signs(spec, signs, x.device), amax,
-        key if on_device else amax, main.view(torch.uint8), scales, *sizes, k0, k1,
-        signed(origin[0]), signed(origin[1] // 16), on=x.device, warps=WIDE_TILE["warps"],
+        kernels.quantize_wide, grid, source, _signs(spec, how.signs, x.device), amax,
+        key if isinstance(key, Tensor) else amax, main.view(torch.uint8), scales, *sizes, k0, k1,
+        signed(how.origin[0]), signed(how.origin[1] // 16), on=x.device, warps=WIDE_TILE["warps"],
         KIND=KINDS[spec.format], ELEMENT=ELEMENTS.index(element), NUMERATOR=numerator,
         CAP=torch.finfo(x.dtype).max, POW2=spec.scale == "pow2", EDEN=spec.rounding == "ms_eden",
         STOCHASTIC=spec.rounding == "stochastic", ROW_SCALED=spec.row_scaled,
-        TILE=spec.block[0] if spec.block else 1, FORM=FORMS.index(form),
-        SHIFT=spec.fp8_shift if form == "fp8" else 0, KEY_ON_DEVICE=on_device, **constants,
+        TILE=spec.block[0] if spec.block else 1, FORM=FORMS.index(how.form),
+        SHIFT=spec.fp8_shift if how.form == "fp8" else 0, KEY_ON_DEVICE=isinstance(key, Tensor),
+        **constants,
     )  # fmt: skip

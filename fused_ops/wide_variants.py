@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools.compile_kernels compiles of MX, FP8 blocks, MS-EDEN, long rotations and decoders."""
+"""What is launched of MX, FP8 blocks, MS-EDEN, long rotations and decoders, to compile ahead."""
 
 from typing import Any
 
-from tools.compile_kernels import Variant
+Variant = dict[str, Any]
+"""One kernel with its compile-time arguments: fields of tools.compile_kernels.Variant."""
+
+
+def _variant(
+    kernel: str,
+    label: str,
+    constants: dict[str, Any],
+    warps: int,
+    types: dict[str, str],
+    **rest: Any,
+) -> Variant:
+    names = {"kernel": kernel, "label": label, "constants": constants, "warps": warps}
+    return names | {"types": types} | rest
 
 
 def wide_variants() -> list[Variant]:
@@ -38,10 +51,12 @@ def wide_variants() -> list[Variant]:
         for label, changes in kinds.items():
             flat = {"COLUMNS": columns, "FLAT": not columns and "TILE" not in changes}
             kind = types | ({"scales_ptr": "*fp32"} if changes.get("KIND") == 2 else {})
-            found.append(Variant("quantize_wide", label + side, base | changes | flat, warps, kind))
+            found.append(
+                _variant("quantize_wide", label + side, base | changes | flat, warps, kind)
+            )
         turned = {"BF16": True, "COLUMNS": columns, "ROTATION": 128, "SIZE": 128, "LANES": lanes}
         turned["FLAT"] = not columns
-        found.append(Variant("wide_amax", "hadamard128" + side, turned, warps, types))
+        found.append(_variant("wide_amax", "hadamard128" + side, turned, warps, types))
     return found + _decoders() + _products()
 
 
@@ -53,7 +68,7 @@ def _products() -> list[Variant]:
     base: dict[str, Any] = {"A_E5M2": False, "B_E5M2": False, "A_TILE": 1, "CORES": True}
     base |= {"M": TILE["m"], "N": TILE["n"]}
     return [
-        Variant(
+        _variant(
             "blockwise_matmul", label, base | changes, TILE["warps"], types | {"out_ptr": out},
             op="scaled_matmul", stages=TILE["stages"],
         )
@@ -77,7 +92,7 @@ def _decoders() -> list[Variant]:
     }
     base = {"ELEMENT": 0, "SCALE": 0, "BLOCK": 32, "TILE": 1, "NUMERATOR": 0.0}
     return [
-        Variant(
+        _variant(
             "decode_codes", label, base | tile | changes, DECODE_TILE["warps"],
             {
                 "codes_ptr": "*u8", "scales_ptr": scales,
