@@ -32,15 +32,15 @@ class Groups:
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self.counts, self.device = tuple(counts), device
-        sizes = torch.tensor(self.counts, dtype=torch.int64)
+        sizes = torch.tensor(self.counts, dtype=torch.int64, device="cpu")
         blocks = -(-sizes // 16)
         tiles = [-(-sizes // height) for height in HEIGHTS]
         columns = [_before(sizes), sizes, _before(blocks), *map(_before, tiles)]
-        place = torch.zeros((len(sizes), PLACE), dtype=torch.int64)
+        place = torch.zeros((len(sizes), PLACE), dtype=torch.int64, device="cpu")
         place[:, : len(columns)] = torch.stack(columns, 1)
         self.rows, self.blocks = sum(self.counts), int(blocks.sum())
         self.tile_counts = {h: int(t.sum()) for h, t in zip(HEIGHTS, tiles)}
-        numbers = torch.arange(len(sizes))
+        numbers = torch.arange(len(sizes), device="cpu")
         tables = [place, sizes.cumsum(0)] + [numbers.repeat_interleave(t) for t in tiles]
         self.place, self.ends, *parts = to_device(tables, device)
         self._tiles = dict(zip(HEIGHTS, parts))
@@ -67,7 +67,9 @@ def to_device(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for table in tables:
         starts.append(total)
         total += -(-table.numel() // 4) * 4
-    host = torch.empty(max(total, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.empty(
+        max(total, 1), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+    )
     for start, table in zip(starts, tables):
         host[start : start + table.numel()] = table.reshape(-1)
     whole = host.to(device, non_blocking=True)

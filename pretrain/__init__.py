@@ -2,6 +2,7 @@
 """The run: a config goes in, checkpoints and metrics come out."""
 
 import importlib.util as _util
+import os as _os
 from pathlib import Path as _Path
 
 # Rooms have common names, and nothing is installed: say so when another package would win.
@@ -14,3 +15,7 @@ for _room in ("models", "fused_ops", "tools"):
             f"`import {_room}` would take {_found or 'nothing'} instead of {_ours}; "
             f"run from {_ours.parent.parent} with `python -m`, or uninstall the other {_room!r}"
         )
+
+# Triton keeps what it tuned on disk: mamba-ssm's kernels would take a minute or more at every
+# start, and another start could sum in another order. Read when mamba-ssm is imported.
+_os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")

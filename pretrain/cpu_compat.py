@@ -22,6 +22,8 @@ import torch._dynamo  # its tables are built from the true functions: must prece
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+# Where they are installed, megatron-core sums gradient norms and updates weights with them.
+_CUDA_ONLY = ("transformer_engine", "apex")
 _mode: "_CudaMeansCpu | None" = None
 
 
@@ -35,6 +37,8 @@ def enable() -> bool:
         return False
     if _mode is not None:
         return True
+    for name in _CUDA_ONLY:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # its import fails
     _replace_cuda_functions()
     _mode = _CudaMeansCpu()
     _mode.__enter__()

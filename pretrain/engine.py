@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from fused_ops.errors import ConfigError
-from fused_ops.mamba2_scan.self_check import scan_problem
+from fused_ops.mamba2_scan.self_check import LENGTH, scan_problem
 from models.config import transformer_config
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
@@ -108,10 +108,24 @@ def _check_scan(config: PretrainConfig, engine_config: TransformerConfig, world:
     """ConfigError on all ranks if the scan kernel computes something else on one of them."""
     if world.device.type != "cuda" or "M" not in config.model.pattern:
         return
-    sizes = {"head_dim": engine_config.mamba_head_dim, "state": engine_config.mamba_state_dim}
+    head_dim, groups = engine_config.mamba_head_dim, engine_config.mamba_num_groups
+    heads = engine_config.mamba_num_heads or 2 * engine_config.hidden_size // head_dim
+    heads //= config.parallel.tensor_model_parallel_size
+    groups = max(1, groups // config.parallel.tensor_model_parallel_size)
+    group_heads = heads // groups
+    groups = max(1, min(groups, 32 // group_heads))  # up to 32 heads: enough to occupy a GPU
 
     def check() -> None:
-        problem = scan_problem(world.device, config.train.torch_dtype, **sizes)
+        problem = scan_problem(
+            world.device,
+            config.train.torch_dtype,
+            head_dim=head_dim,
+            state=engine_config.mamba_state_dim,
+            heads=groups * group_heads,
+            groups=groups,
+            length=max(LENGTH, min(config.model.seq_length, 2048) - 84),
+            documents=(config.data.isolate_documents,),
+        )
         if problem is not None:
             raise ConfigError(problem)
 

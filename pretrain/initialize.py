@@ -15,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fused_ops.errors import ConfigError
+from fused_ops.mamba2_scan import mamba_ssm_backend
 from models.config import ParallelConfig
 from pretrain import cpu_compat
 
@@ -170,6 +171,7 @@ def set_determinism(deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
         torch.backends.cudnn.benchmark = False
+        mamba_ssm_backend.fix_configurations()
     torch.use_deterministic_algorithms(deterministic)
 
 

@@ -23,28 +23,33 @@ def scan_problem(
     *,
     head_dim: int = 64,
     state: int = 128,
+    heads: int = 4,
+    groups: int = 2,
+    length: int = LENGTH,
+    documents: tuple[bool, ...] = (False, True),
 ) -> str | None:
     """What is wrong with the implementation that `mamba2_scan` would choose, or None.
 
-    Compares outputs and gradients of a short sequence, with and without documents, with the
-    reference in FP32 on the same device. With a model's own `head_dim` and `state` the kernels that
-    are tuned for it here are those that it runs.
+    Compares outputs and gradients of a sequence of `length`, without and with `documents`, with the
+    reference in FP32 on the same device. mamba-ssm's kernels are tuned at the first call of each
+    `head_dim`, `state` and presence of documents, whatever its size, for a minute or more: with a
+    model's own sizes, and the documents that it has, they are tuned here as it runs them.
     """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    x, dt = random(1, LENGTH, 4, head_dim), random(1, LENGTH, 4).sigmoid() / 8
-    a, skip = -random(4).exp(), random(4)
-    b, c = (random(1, LENGTH, 2, state) * state**-0.25 for _ in range(2))  # b . c is about 1
+    x, dt = random(1, length, heads, head_dim), random(1, length, heads).sigmoid() / 8
+    a, skip = -random(heads).exp(), random(heads)
+    b, c = (random(1, length, groups, state) * state**-0.25 for _ in range(2))  # b . c is about 1
     rounded = [t.to(dtype) for t in (x, dt, b, c)]
     name = api.chosen(rounded[0])
     if name == "reference":
         return None
-    weight = random(1, LENGTH, 4, head_dim)
-    documents = (torch.arange(LENGTH, device=device) // 20).unsqueeze(0)
-    for ids in (None, documents):
+    weight = random(1, length, heads, head_dim)
+    numbers = (torch.arange(length, device=device) // 20).unsqueeze(0)
+    for ids in (numbers if cut else None for cut in documents):
         results = []
         for exact in (False, True):
             inputs = [t.float() if exact else t for t in rounded]

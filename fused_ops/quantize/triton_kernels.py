@@ -565,7 +565,7 @@ def decode_blocks(
     codes_ptr, scales_ptr, out_ptr, rows, blocks,
     E4M3: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """NVFP4 -> code * block scale: exact bf16, or times 2**-SHIFT rounded to E4M3.
+    """NVFP4 -> code * block scale, no -0: exact bf16, or times 2**-SHIFT rounded to E4M3.
 
     codes int64 (bf16: int32) [rows, words], scales uint8 -> out [rows, 16 blocks], 16 bytes a
     thread. Grid: SIZE words each; words are blocks, or for bf16 half blocks.

@@ -2,6 +2,8 @@
 """The chunked scan against the recurrence it stands for, step by step."""
 
 import itertools
+import sys
+import types
 
 import pytest
 import torch
@@ -225,3 +227,25 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch, damage, sai
 
 def test_a_machine_without_the_kernel_has_nothing_to_check():
     assert scan_problem("cpu") is None
+
+
+def test_fixed_configurations_leave_nothing_to_tune(monkeypatch):
+    """A resume in another process must not sum in another order."""
+    triton = pytest.importorskip("triton")
+    configs = [
+        triton.Config({"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": 64}, num_stages=s)
+        for m, s in ((128, 1), (32, 3), (64, 1))
+    ]
+
+    @triton.autotune(configs=configs, key=["n"])
+    @triton.heuristics({"EVEN": lambda arguments: True})
+    @triton.jit
+    def kernel(x, n, BLOCK_SIZE_M, BLOCK_SIZE_N, EVEN):
+        pass
+
+    module = types.ModuleType("mamba_ssm.ops.triton.made_up")
+    module.kernel, module.again, module.other = kernel, kernel, len
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert mamba_ssm_backend.fix_configurations() == 1
+    assert [c.kwargs["BLOCK_SIZE_M"] for c in kernel.configs] == [64]
+    assert mamba_ssm_backend.fix_configurations() == 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -107,3 +108,21 @@ def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
     assert "nvidia-smi" in message
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert unseen_gpus("cpu") is None
+
+
+def test_a_cpu_run_does_not_use_packages_for_gpus(tmp_path):
+    """megatron-core would take gradient norms with Transformer Engine where it is installed."""
+    for name in ("transformer_engine", "apex"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('needs a GPU')\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from pretrain import cpu_compat; assert cpu_compat.enable()\n"
+        "from megatron.core.optimizer import clip_grads\n"
+        "print(clip_grads.multi_tensor_applier.__module__)\n"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].startswith("megatron.")
