@@ -155,7 +155,8 @@ class Trainer:
                 stopped = self._train(signals)
                 if not stopped:
                     self._evaluate_at_end()
-                self._save()
+                if stopped or self.config.checkpoint.at_end:
+                    self._save()
                 self.each("on_phase", "end")
                 self.checkpoints.wait()
             self._tell_consumed()

@@ -162,10 +162,13 @@ def quantizer_variants() -> list[Variant]:
         "BF16": True, "POW2": False, "STOCHASTIC": False, "CHOICE": 0, "NUMERATOR": 2688.0,
         "HADAMARD": False, "TILE": False, "KEY_ON_DEVICE": False, "FORM": 0, "SHIFT": 0,
     }  # fmt: skip
+    eden = {"STOCHASTIC": 2, "CHOICE": 3, "NUMERATOR": 1536.0, "HADAMARD": True}
     kinds: dict[str, dict[str, Any]] = {
         "1x16": {},
         "1x16 stochastic": {"STOCHASTIC": True},
         "1x16 hadamard stochastic": {"STOCHASTIC": True, "HADAMARD": True},
+        "1x16 hadamard ms_eden": eden,
+        "1x16 hadamard ms_eden to e4m3": eden | {"FORM": 1, "SHIFT": 2},
         "1x16 4over6": {"CHOICE": 1, "NUMERATOR": 1536.0},
         "16x16": {"TILE": True},
         "pow2 stochastic": {"POW2": True, "STOCHASTIC": True},
@@ -186,10 +189,12 @@ def quantizer_variants() -> list[Variant]:
             AMAX_TILE["warps"],
         ),
         Variant(
-            "amax_columns", "hadamard",
-            column | {"BF16": True, "HADAMARD": True, "FINITE": False, "PLAIN": True, "FLAG": True},
+            "amax_columns", "fp32 hadamard",
+            column
+            | {"BF16": False, "HADAMARD": True, "FINITE": False, "PLAIN": True, "FLAG": True},
             COLUMN_TILE["warps"],
         ),
+        *_rotated_amaxes(),
         Variant(
             "decode_blocks", "e4m3", {"E4M3": True, "SHIFT": 3, "TILE": False, "SIZE": 256}, 4
         ),
@@ -207,6 +212,24 @@ def quantizer_variants() -> list[Variant]:
             Variant("quantize_columns", label, base | changes | column, COLUMN_TILE["warps"])
         )
     return found
+
+
+def _rotated_amaxes() -> list[Variant]:
+    """Of columns alone, whole and ragged, and together with that of the matrix."""
+    from fused_ops.quantize.triton_launch import ROTATED_AMAX_TILE
+
+    tile = {name.upper(): value for name, value in ROTATED_AMAX_TILE.items()}
+    warps = tile.pop("WARPS")
+    return [
+        Variant(
+            "amax_rotated", label,
+            tile | {"FINITE": finite, "PLAIN": both, "FLAG": both, "EVEN": even}, warps,
+        )
+        for label, finite, both, even in (
+            ("both", False, True, True), ("both, ragged", False, True, False),
+            ("columns", False, False, True), ("columns, finite blocks", True, False, True),
+        )
+    ]  # fmt: skip
 
 
 def _pairs() -> list[Variant]:

@@ -4,12 +4,14 @@
     python -m tools.study examples/study --budget --gpus 1 --per-gpu 4    # what it costs, first
     python -m tools.study examples/study --gpus 4                        # one run on each GPU
     python -m tools.study examples/study --gpus 1 --per-gpu 4 --minutes 9
+    python -m tools.study examples/study --report STUDY.md               # tables and figures
 
 DIR holds study.yaml (pretrain/study/plan.py says how it reads). Small models are bound by the
 host: --per-gpu lets several share a GPU. Interrupted or out of time, the runs save and stop; called
 again, the study goes on. The tables of finished runs are in RUNS/tables. `section.key=value` behind
-DIR changes all runs. Exit status: 0 when all is finished, 3 when something is left, 1 when a run
-failed.
+DIR changes all runs. --report writes what the finished runs came to into DIR/results.json and, from
+that file, which it keeps where there are no runs, the marked parts of a text and DIR/figures. Exit
+status: 0 when all is finished, 3 when something is left, 1 when a run failed.
 """
 
 import argparse
@@ -17,9 +19,14 @@ import fcntl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
 from pretrain.command_line import prepare, refused
+
+if TYPE_CHECKING:
+    from pretrain.study.place import Places
+    from pretrain.study.plan import Study
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-steps", type=int, default=40, help="of a trial (%(default)s)")
     parser.add_argument("--hours", type=float, help="with --budget: which rows end within")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name contains this")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="fill FILE's marks and stop")
     parser.add_argument("--list", action="store_true", help="print the runs and how far they are")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -49,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    from pretrain.study.budget import costs, measure, read_rates, render
-    from pretrain.study.collect import collect, state_of
+    from pretrain.study.budget import costs, measure, render
+    from pretrain.study.collect import Tables, collect
     from pretrain.study.place import Places, run_all
-    from pretrain.study.plan import StudyRun, is_finished, load_study, start_problems_of
+    from pretrain.study.plan import is_finished, load_study, start_problems_of
 
     folder = options.runs or Path("runs") / options.directory.resolve().name
     study = load_study(options.directory, folder.resolve(), options.overrides)
@@ -60,10 +68,8 @@ def _study(options: argparse.Namespace) -> int:
     if not study.runs:
         raise ConfigError(f"--only must be part of a run's name; no run has {options.only!r}")
     places = Places(() if options.cpu else tuple(range(options.gpus)), options.per_gpu)
-    if options.list:
-        print(state_of(study))
-        if rates := read_rates(folder):
-            print(f"\n{render(costs(study, rates), places, options.hours)}")
+    if options.report or options.list:
+        _tell(study, folder, places, options)
         return 0
     if problems := [*_place_problems(options), *start_problems_of(study)]:
         raise ConfigError(problems)
@@ -84,17 +90,16 @@ def _study(options: argparse.Namespace) -> int:
             print(render(costs(study, rates), places, options.hours))
             return 0
 
-        def refresh(run: StudyRun) -> None:
-            collect(study, folder)
-
+        tables = Tables(study, folder)
         outcome = run_all(
             study.runs,
             places,
             folder,
             minutes=options.minutes,
             grace_seconds=options.grace,
-            after=refresh,
+            after=lambda run: tables.refresh(),
         )
+        tables.close()
     for text in collect(study, folder).values():
         print(f"\n{text}")
     for note in study.notes:
@@ -105,6 +110,20 @@ def _study(options: argparse.Namespace) -> int:
         print(f"failed: {', '.join(outcome.failed)}; {folder}/logs says why", file=sys.stderr)
         return 1
     return 3 if left else 0
+
+
+def _tell(study: "Study", folder: Path, places: "Places", options: argparse.Namespace) -> None:
+    """What there is already: the report, or how far each run is."""
+    from pretrain.study.budget import costs, read_rates, render
+    from pretrain.study.collect import state_of
+    from pretrain.study.report import report
+
+    if options.report:
+        print("\n".join(report(study, options.directory, options.report)))
+        return
+    print(state_of(study))
+    if rates := read_rates(folder):
+        print(f"\n{render(costs(study, rates), places, options.hours)}")
 
 
 def _place_problems(options: argparse.Namespace) -> list[str]:

@@ -63,6 +63,8 @@ def pair_supports(
         return reason
     if row.choice == "4over6_mae" or column.choice == "4over6_mae":
         return "4over6 by squared errors only"
+    if "ms_eden" in (row.rounding, column.rounding):
+        return "rounding nearest or stochastic, got ms_eden"
     return _missing() or _target_reason(x.device)
 
 

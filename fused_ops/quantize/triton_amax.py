@@ -10,6 +10,7 @@ from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.triton_launch import (
     AMAX_TILE,
     COLUMN_TILE,
+    ROTATED_AMAX_TILE,
     ROW_TILE,
     sign_factors,
     words,
@@ -85,6 +86,8 @@ def _column_amax(
     flag: Tensor | None = None,
 ) -> Tensor:
     """Amax over blocks of columns; `plain` (int32 zero) gets that of x itself, from one read."""
+    if spec.hadamard == 16 and x.dtype == torch.bfloat16:
+        return rotated_amax(x, signs, finite, plain, flag)
     from fused_ops.quantize import triton_kernels as kernels
 
     source = words(x, True)
@@ -99,6 +102,33 @@ def _column_amax(
         rows, cols, -(-rows // 16), bf16, spec.hadamard == 16, finite, plain is not None,
         flag is not None, rows % 16 == 0, tile["blocks"], tile["words"],
         on=x.device, warps=tile["warps"],
+    )  # fmt: skip
+    return out.view(torch.float32)
+
+
+def rotated_amax(
+    x: Tensor,
+    signs: Tensor | None = None,
+    finite: bool = False,
+    plain: Tensor | None = None,
+    flag: Tensor | None = None,
+    tile: dict[str, int] = ROTATED_AMAX_TILE,
+) -> Tensor:
+    """fp32 amax of the columns of x bf16 [rows, cols], rotated in groups of 16; see _column_amax.
+
+    finite: without blocks that hold Inf or NaN.
+    """
+    from fused_ops.quantize import triton_amax_kernels as kernels
+
+    source = words(x, True)
+    rows, cols, blocks = source.shape[0], 2 * source.shape[1], -(-source.shape[0] // 16)
+    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    grid = (-(-source.shape[1] // tile["words"]), -(-blocks // (tile["blocks"] * tile["tiles"])))
+    launch(
+        kernels.amax_rotated, grid, source, sign_factors(signs, x.device), out,
+        out if plain is None else plain, out if flag is None else flag.view(torch.uint8),
+        rows, cols, blocks, finite, plain is not None, flag is not None, rows % 16 == 0,
+        tile["blocks"], tile["words"], tile["tiles"], on=x.device, warps=tile["warps"],
     )  # fmt: skip
     return out.view(torch.float32)
 

@@ -44,8 +44,8 @@ def supports(
     """None, or why not."""
     if spec.format != "nvfp4":
         return f"format nvfp4 only, got {spec.format}"
-    if spec.rounding not in ("nearest", "stochastic"):
-        return f"rounding nearest or stochastic, got {spec.rounding}"
+    if spec.rounding not in ROUNDINGS:
+        return f"rounding {', '.join(ROUNDINGS)}; got {spec.rounding}"
     if spec.block == (16, 16) and (spec.hadamard or spec.choice):
         return f"16x16 tiles without rotation or choice, got {spec.label!r}"
     if origin[1] % 16:
@@ -55,6 +55,10 @@ def supports(
 
 FORMS = ("codes", "fp8", "bf16")
 """What a quantizer writes, by the number that the kernels know it by."""
+ROUNDINGS = ("nearest", "stochastic", "ms_eden")
+"""How it rounds, likewise."""
+CHOICES = {None: 0, "4over6_mae": 2, "ms_eden": 3}
+"""How a block's scale is chosen, likewise; all others are 1."""
 
 
 @dataclass
@@ -100,8 +104,8 @@ class Output:
         spec = self.spec
         return {
             "POW2": spec.is_pow2,
-            "STOCHASTIC": spec.rounding == "stochastic",
-            "CHOICE": {None: 0, "4over6_mae": 2}.get(spec.choice, 1),
+            "STOCHASTIC": ROUNDINGS.index(spec.rounding),
+            "CHOICE": CHOICES.get("ms_eden" if spec.rounding == "ms_eden" else spec.choice, 1),
             "NUMERATOR": spec.numerator,
             "FORM": FORMS.index(self.form),
             "SHIFT": spec.fp8_shift if self.form == "fp8" else 0,

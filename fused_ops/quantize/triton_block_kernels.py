@@ -282,12 +282,13 @@ def _sign_bytes(v0, v1, v2, v3):
 def encode_word(v, first: tl.constexpr, factor, random0, random1, STOCHASTIC: tl.constexpr):
     """Codes of elements first .. first + 7 of v * factor in one int32, the first the lowest.
 
-    random0, random1: int32 words whose bytes are the dither of these elements.
+    random0, random1: int32 words whose bytes are the dither of these elements. STOCHASTIC: 1 rounds
+    elements so; with 2 the block's scale is what is random.
     """
     codes = bits_of(factor) * 0
     for k in tl.static_range(0, 8):
         t = v[first + 7 - k] * factor
-        if STOCHASTIC:
+        if STOCHASTIC == 1:
             code = _stochastic_code(t, _dither(random0 if k > 3 else random1, 7 - k))
         else:
             code = _nearest_code(t)
@@ -321,7 +322,7 @@ def decoded_values(v, factor, scale, r0, r1, r2, r3, STOCHASTIC: tl.constexpr):
     out = ()
     for i in tl.static_range(0, 16):
         t = v[i] * factor
-        if STOCHASTIC:
+        if STOCHASTIC == 1:
             word = (r0 if i < 4 else r1) if i < 8 else (r2 if i < 12 else r3)
             r = stochastic_signed(t, _dither(word, i))
         else:
@@ -478,6 +479,26 @@ def four_over_six(v, a, s_enc, s_dec, amax, SQUARED: tl.constexpr):
     else:
         four = _decoded_choice(v, byte6, byte4, factor6, factor4, amax, False)
     return tl.where(four, byte4, byte6), tl.where(four, factor4, factor6)
+
+
+@triton.jit
+def eden_byte(v, byte, factor, random):
+    """MS-EDEN's scale (`ms_eden.corrected_scales`) of blocks v whose codes are those of v * factor.
+
+    byte: their scale before; random: int32, of which 20 bits are the dither.
+    """
+    square, cross = factor * 0.0, factor * 0.0
+    for i in tl.static_range(0, 16):
+        t = v[i] * factor
+        square = tl.fma(t, t, square)
+        cross = tl.fma(t, nearest_signed(t), cross)
+    ratio = tl.div_rn(square, cross)
+    usable = (cross != 0.0) & (tl.abs(ratio) < float("inf"))
+    # 2**-120 makes E4M3's subnormals fp32's: dropping 20 bits rounds to E4M3 everywhere.
+    wanted = e4m3_value(byte) * tl.where(usable, ratio, 1.0)
+    small = bits_of(wanted * (2.0**-120))
+    corrected = e4m3_byte(float_of(((small + (random & 0xFFFFF)) >> 20) << 20) * (2.0**120))
+    return tl.where(wanted == wanted, corrected, byte)  # the bits of NaN would overflow
 
 
 @triton.jit

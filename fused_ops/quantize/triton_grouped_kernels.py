@@ -12,10 +12,10 @@ Row operands lie as the rows do; column operands in the column layout, each grou
 import triton
 import triton.language as tl
 
+from fused_ops.quantize.triton_amax_kernels import raise_rotated
 from fused_ops.quantize.triton_block_kernels import packed_bits, power, shift_of
 from fused_ops.quantize.triton_fp8_kernels import _encode_scale
 from fused_ops.quantize.triton_kernels import (
-    _column,
     _columns,
     _hand_in,
     _load_column_words,
@@ -137,12 +137,8 @@ def grouped_amax(
     own = tl.where(inside, packed_bits(words), 0)
     _hand_in(tl.max(tl.max(own, axis=1), axis=0), plain_ptr + group, flag_ptr, FLAG)
     if ROTATED:
-        top = tl.zeros([4, WORDS], tl.int32)
-        for half in tl.static_range(0, 2):
-            _, bits = _column(words, half, signs_ptr, True, True)
-            top = tl.maximum(top, bits)
-        top = tl.where(inside, top, 0)
-        tl.atomic_max(rotated_ptr + group, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
+        rotated_ptr += group
+        raise_rotated(words, tl.load(rotated_ptr, volatile=True), signs_ptr, rotated_ptr, False)
 
 
 @triton.jit

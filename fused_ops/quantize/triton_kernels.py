@@ -21,6 +21,7 @@ from fused_ops.quantize.triton_block_kernels import (
     decoded_values,
     e4m3_byte,
     e4m3_value,
+    eden_byte,
     encode_word,
     float_of,
     four_over_six,
@@ -64,7 +65,8 @@ def _scale(
     """Scale byte (uint8), factor (fp32) and out-of-range count (int32) of blocks.
 
     v: 16 fp32 tensors; bits: int32, of their largest magnitude, or that of their tile; amax: of
-    the tensor, fp32 scalar. CHOICE: 0 none, 1 better_of_two or 4over6_mse, 2 4over6_mae.
+    the tensor, fp32 scalar. CHOICE: 0 none, 1 better_of_two or 4over6_mse, 2 4over6_mae, 3 the
+    order of operations of MS-EDEN.
     """
     outside = bits * 0
     if POW2:
@@ -80,6 +82,9 @@ def _scale(
         if CHOICE == 0:
             byte = e4m3_byte(min_nan(a * (s_enc * RN_SIXTH), FLT_MAX))
             factor = block_factor(byte, s_dec)
+        elif CHOICE == 3:
+            byte = e4m3_byte(min_nan((a * RN_SIXTH) * s_enc, FLT_MAX))
+            factor = block_factor(byte, s_dec)
         else:
             byte, factor = four_over_six(v, a, s_enc, s_dec, amax, CHOICE == 1)
     return byte, factor, outside
@@ -87,7 +92,10 @@ def _scale(
 
 @triton.jit
 def _random(k0, k1, row, block, STOCHASTIC: tl.constexpr):
-    """The 16 bytes of dither of each block; row, block: global coordinates, uint32."""
+    """The 16 bytes of dither of each block; row, block: global coordinates, uint32.
+
+    STOCHASTIC: 0 none are needed, 1 elements are rounded with them, 2 the block's scale (MS-EDEN).
+    """
     if STOCHASTIC:
         r0, r1, r2, r3 = philox(k0, k1, row, block)
     else:
@@ -185,6 +193,8 @@ def _rows(
         key0, key1, (zero + row + row0).to(tl.uint32), (zero + group + block0).to(tl.uint32),
         STOCHASTIC,
     )  # fmt: skip
+    if STOCHASTIC == 2:
+        byte = eden_byte(v, byte, factor, r0)
     offset = row.to(tl.int64) * blocks + group
     if FORM == 0:
         tl.store(codes_ptr + offset, _codes(v, factor, r0, r1, r2, r3, STOCHASTIC), mask=inside)
@@ -415,6 +425,8 @@ def _write_column(
         key0, key1, (zero + column + row0).to(tl.uint32), (zero + block + block0).to(tl.uint32),
         STOCHASTIC,
     )  # fmt: skip
+    if STOCHASTIC == 2:
+        byte = eden_byte(v, byte, factor, r0)
     offset = column.to(tl.int64) * blocks + block
     first = inside & (column % 16 == 0) if TILE else inside
     if FORM == 0:

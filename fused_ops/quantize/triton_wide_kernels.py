@@ -20,11 +20,11 @@ from fused_ops.quantize.triton_block_kernels import (
     decoded_values,
     e4m3_byte,
     e4m3_value,
+    eden_byte,
     encode_word,
     float_of,
     load_words,
     min_nan,
-    nearest_signed,
     pack_bf16,
     pack_e4m3,
     philox,
@@ -134,25 +134,6 @@ def _part(v, first: tl.constexpr):
 
 
 @triton.jit
-def _corrected(v, byte, factor, word):
-    """MS-EDEN: the byte times sum(t t) / sum(t q), rounded to E4M3 with a dither of 20 bits."""
-    square = factor * 0.0
-    cross = square
-    for i in tl.static_range(0, 16):
-        t = v[i] * factor
-        q = nearest_signed(t)
-        square = tl.fma(t, t, 0.0) if i == 0 else tl.fma(t, t, square)
-        cross = tl.fma(t, q, 0.0) if i == 0 else tl.fma(t, q, cross)
-    ratio = tl.div_rn(square, cross)
-    usable = (cross != 0.0) & ((bits_of(ratio) & 0x7FFFFFFF) < 0x7F800000)
-    wanted = e4m3_value(byte) * tl.where(usable, ratio, 1.0)
-    # 2**-120 makes E4M3's subnormals fp32's: dropping 20 bits is then rounding to E4M3.
-    bits = bits_of(wanted * (2.0**-120)) + (word & 0xFFFFF)
-    kept = float_of((bits >> 20) << 20) * (2.0**120)
-    return tl.where(wanted == wanted, e4m3_byte(kept), byte)
-
-
-@triton.jit
 def _nvfp4_block(v, amax, k0, k1, row, block, NUMERATOR: tl.constexpr, EDEN: tl.constexpr,
                  STOCHASTIC: tl.constexpr):  # fmt: skip
     """Scale byte, factor and the four words of dither of blocks of 16."""
@@ -167,7 +148,7 @@ def _nvfp4_block(v, amax, k0, k1, row, block, NUMERATOR: tl.constexpr, EDEN: tl.
     if EDEN or STOCHASTIC:
         r0, r1, r2, r3 = philox(k0, k1, row, block)
     if EDEN:
-        byte = _corrected(v, byte, factor, r0)
+        byte = eden_byte(v, byte, factor, r0)
     return byte, factor, r0, r1, r2, r3
 
 

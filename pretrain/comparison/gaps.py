@@ -154,11 +154,5 @@ def mean_curve(curves: Mapping[int, Sequence[Point]]) -> list[tuple[int, float, 
     return rows
 
 
-def gap_ratios(row: Row, other: Row, base: Row, forward: str = "own") -> dict[int, float]:
-    """{seed: the row's gap over another row's}, both against the base of that seed."""
-    own, wanted = final_gaps(row, base, forward), final_gaps(other, base, forward)
-    return {seed: own[seed] / wanted[seed] for seed in own.keys() & wanted.keys() if wanted[seed]}
-
-
 def _finite(*values: float) -> bool:
     return all(map(math.isfinite, values))

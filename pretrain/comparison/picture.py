@@ -34,7 +34,7 @@ def curves(row: Row, base: Row) -> dict[str, list[tuple[int, float, float, float
     }
 
 
-def write_png(rows: Sequence[Row], base: Row, path: Path) -> None:
+def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> None:
     """Gaps over training, one panel a kind; the band is from the lowest to the highest seed."""
     import matplotlib
 
@@ -63,7 +63,7 @@ def write_png(rows: Sequence[Row], base: Row, path: Path) -> None:
     if kinds:
         axes[0][0].legend(fontsize=8 if len(drawn) < 10 else 6, ncols=1 + len(drawn) // 10)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
 
 

@@ -11,10 +11,10 @@ from pretrain.comparison.gaps import (
     diverged_at,
     final_gaps,
     first_difference,
-    gap_ratios,
     interval,
     training_gaps,
 )
+from pretrain.comparison.ratio import gap_ratio
 from pretrain.comparison.runs import FORWARDS, Row, differences
 
 HEAD = (
@@ -178,12 +178,12 @@ def between_rows(rows: Sequence[Row], base: Row, forward: str = "own") -> list[s
 
 
 def ratios(rows: Sequence[Row], other: Row, base: Row, forward: str = "own") -> list[str]:
-    """Each row's gap over another row's, paired by seed."""
+    """Each row's gap over another row's, paired by seed, with Fieller's interval."""
     said = []
     for row in rows:
-        found = interval(gap_ratios(row, other, base, forward))
+        found = gap_ratio(row, other, base, forward)
         if row not in (base, other) and found is not None:
-            said.append(f"gap of {row.label} over that of {other.label}: {spoken(found, '.2f')}")
+            said.append(f"gap of {row.label} over that of {other.label}: {found}")
     return said
 
 

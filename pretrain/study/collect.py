@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a study: each model's rows beside its base row."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from fused_ops.errors import ConfigError
 from pretrain.comparison.compare import load_rows
@@ -40,6 +42,27 @@ def collect(study: Study, folder: Path) -> dict[str, str]:
         write_html(rows, base, lines, said, place / f"{model}.html")
         found[model] = text
     return found
+
+
+class Tables:
+    """Writes the tables in a thread, so that no device waits for them; one `collect` at a time.
+
+    What fails in it fails again in the caller's own last `collect`.
+    """
+
+    def __init__(self, study: Study, folder: Path) -> None:
+        self.study, self.folder = study, folder
+        self._pool = ThreadPoolExecutor(1, "study-tables")
+        self._last: Future[Any] | None = None
+
+    def refresh(self) -> None:
+        """Begins to write them, unless that is going on."""
+        if self._last is None or self._last.done():
+            self._last = self._pool.submit(collect, self.study, self.folder)
+
+    def close(self) -> None:
+        """Waits for what has begun."""
+        self._pool.shutdown(wait=True)
 
 
 def state_of(study: Study) -> str:

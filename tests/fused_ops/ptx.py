@@ -20,6 +20,7 @@ MODULES = (
     "quantize.triton_kernels",
     "quantize.triton_wide_kernels",
     "quantize.triton_decode_kernels",
+    "quantize.triton_amax_kernels",
     "quantize.triton_grouped_kernels",
     "scaled_matmul.triton_grouped_kernels",
     "scaled_matmul.triton_blockwise_kernels",

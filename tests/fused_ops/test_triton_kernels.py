@@ -32,6 +32,8 @@ SPECS = {
     "1x16 sr": nvfp4(rounding="stochastic"),
     "1x16 rht": nvfp4(hadamard=16),
     "1x16 rht sr": nvfp4(hadamard=16, rounding="stochastic"),
+    "1x16 eden": nvfp4(rounding="ms_eden"),
+    "1x16 rht eden": nvfp4(hadamard=16, rounding="ms_eden"),
     "4over6 mse": nvfp4(choice="4over6_mse"),
     "4over6 mae": nvfp4(choice="4over6_mae"),
     "16x16": nvfp4(block=(16, 16)),
@@ -107,7 +109,7 @@ def test_fp32_input(name, columns):
 
 @pytest.mark.gpu
 @each_direction
-@pytest.mark.parametrize("name", ["1x16 rht sr", "pow2 rht sr", "16x16 sr"])
+@pytest.mark.parametrize("name", ["1x16 rht sr", "1x16 rht eden", "pow2 rht sr", "16x16 sr"])
 def test_origin_amax_signs_and_keys(name, columns):
     spec, x = SPECS[name], cases.make_input("outliers", (96, 64), 4)
     options = {"origin": (2**31 + 48, 4096), "amax": torch.tensor(7.25), "columns": columns}

@@ -3,7 +3,6 @@
 
 import json
 import math
-import re
 
 import pytest
 import yaml
@@ -22,7 +21,9 @@ from pretrain.comparison.gaps import (
     training_gaps,
 )
 from pretrain.comparison.picture import write_html, write_png
+from pretrain.comparison.ratio import fieller
 from pretrain.comparison.reference import Reference, judge, read_references, write_reference
+from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import between_rows, cells, ratios, summarize, table
 from pretrain.config_file import encode
 from pretrain.history import encode_row
@@ -127,12 +128,42 @@ def test_what_may_be_said(rows):
     said = {text.rsplit(":", 2)[0]: text for text in between_rows(rows, base)}
     assert "not distinguishable" in said["close less v1"]
     assert "v1 is better" in said["far less v1"]
-    assert re.match(
-        r"gap of far over that of v1: 2\.0\d \+- ", ratios(rows, base_row(rows, "v1"), base)[1]
-    )
+    assert ratios(rows, base_row(rows, "v1"), base)[1].startswith("gap of far over that of v1: 2.0")
     text = table(list(lines.values()))
     assert "+1.00 +- 0.25" in text
     assert summarize(rows, base_row(rows, "far"))[0].verdict == "better"
+
+
+def test_fiellers_interval():
+    """Its ends are where Student's test of a - r b just does not tell it from 0."""
+    a, b = {1: 0.8, 2: 0.95, 3: 0.7, 4: 0.82}, {1: 1.1, 2: 1.25, 3: 0.95, 4: 1.05, 9: 7.0}
+    found = fieller(a, b)
+    assert found.seeds == (1, 2, 3, 4)
+    assert found.value == pytest.approx(3.27 / 4.35)
+    assert 0.6 < found.low < found.value < found.high < 0.9
+    for ratio in (found.low, found.high):
+        edge = interval({seed: a[seed] - ratio * b[seed] for seed in a})
+        assert abs(edge.mean) == pytest.approx(edge.half, rel=1e-6)
+    assert str(fieller({1: 1.0}, b)) == "0.91 (one seed)"
+    assert fieller({1: 1.0, 2: 1.0}, {1: 0.4, 2: -0.1}).high is None, "b may be 0"
+    assert fieller({1: 1.0}, {2: 1.0}) is None
+
+
+def test_the_spread_of_all_rows(tmp_path):
+    """Beside a row and a seed effect: of four runs one degree of freedom is left."""
+    for name, recipe, factors in (("a", "bf16", (0.0, 0.0)), ("b", "nvfp4", (0.01, 0.012))):
+        for seed, factor in enumerate(factors, 1):
+            write_run(tmp_path, name, seed, factor, recipe)
+    rows = load_rows([tmp_path])
+    found = spread(rows)
+    # Residuals of a 2 x 2 table are plus and minus a quarter of its interaction.
+    interaction = 100 * (math.log(1.012) - math.log(1.01))
+    assert found.freedom == 1
+    assert found.percent == pytest.approx(interaction / 2, rel=1e-6)
+    assert found.half(2) == pytest.approx(12.7062 * interaction / 2, rel=1e-5)
+    write_run(tmp_path, "c", 3, 0.02, "mxfp4")
+    assert spread(load_rows([tmp_path])) == found, "a row of its own seed says nothing"
+    assert spread(rows[:1]) is None
 
 
 def test_one_seed_has_no_interval(tmp_path):

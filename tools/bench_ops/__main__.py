@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the fused ops on a GPU, each only after it has passed its check.
 
-    python -m tools.bench_ops --op quantize|matmul [--rows 8192] [--cols 5120 20480]
+    python -m tools.bench_ops --op quantize|amax|pair|matmul [--rows 8192] [--cols 5120 20480]
     python -m tools.bench_ops --op glue [--rows 8192]
     python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope|embedding
     python -m tools.bench_ops --op attention
     python -m tools.bench_ops --op grouped [--rows 8192] [--tiles]
 
 glue is all of the last two lines.
+
+amax: of a matrix and its rotated columns in one read, with every tile that may be tried; pair: row
+and column operands in one read; quantize: all else, and both of these.
 
 Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
 once, outputs written once), and that over the bandwidth of a device copy in the same run.
@@ -39,100 +42,32 @@ from fused_ops.formats import OperandSpec
 from fused_ops.grouped_linear import grouped_linear
 from fused_ops.groups import Groups, groups_of
 from fused_ops.linear import LinearCall
-from fused_ops.quantize import operand_amax, quantize, triton_backend
+from fused_ops.quantize import quantize
 from fused_ops.recipe import RECIPES
 from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
 from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import grouped, scaled_matmul
-from fused_ops.testing import assert_bitwise_equal, assert_close
+from fused_ops.testing import assert_close
 from fused_ops.weight_codes import WeightCodes
-
-KEY = (0x12345678, 0x9ABCDEF0)
-CHECK = (256, 512)
-
-
-def _nvfp4(**options: object) -> OperandSpec:
-    return OperandSpec(format="nvfp4", **options)  # type: ignore[arg-type]
-
-
-SPECS = [
-    _nvfp4(),
-    _nvfp4(rounding="stochastic"),
-    _nvfp4(hadamard=16),
-    _nvfp4(hadamard=16, rounding="stochastic"),
-    _nvfp4(choice="4over6_mse"),
-    _nvfp4(block=(16, 16)),
-    _nvfp4(scale="pow2"),
-    _nvfp4(scale="pow2", rounding="stochastic"),
-    _nvfp4(scale="pow2", hadamard=16, rounding="stochastic"),
-    _nvfp4(scale="pow2", choice="better_of_two"),
-    _nvfp4(scale="pow2", hadamard=16, choice="better_of_two"),
-]
-
-
-def median_us(run: Callable[[], object]) -> float:
-    """Median microseconds of a call replayed in a CUDA graph: what the device needs alone."""
-    from triton.testing import do_bench_cudagraph
-
-    run()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return 1e3 * float(do_bench_cudagraph(run, rep=40, return_mode="median"))
-
-
-def check_quantizer(spec: OperandSpec, columns: bool) -> None:
-    """The bytes of the kernel are those of the reference on a CPU."""
-    x, key = torch.randn(CHECK).bfloat16(), torch.tensor(KEY)
-    want = quantize(x, spec, columns=columns, key=key, implementation="reference")
-    got = quantize(x.cuda(), spec, columns=columns, key=key.cuda(), implementation="triton")
-    assert_bitwise_equal(got.codes.cpu(), want.codes, f"{spec.label} codes")
-    assert_bitwise_equal(got.scales.cpu(), want.scales, f"{spec.label} scales")
-
-
-def copy_bandwidth(x: Tensor) -> float:
-    """TB/s of a device copy of x, bytes read and written."""
-    y = torch.empty_like(x)
-    return 2 * x.numel() * x.element_size() / median_us(lambda: y.copy_(x)) / 1e6
-
-
-def row(name: str, moved: float, microseconds: float, copy: float) -> None:
-    rate = moved / microseconds / 1e6
-    print(f"{name:52} {microseconds:8.1f} us {rate:6.2f} TB/s {rate / copy:6.3f} of copy")
-
-
-def bench_quantize(rows: int, cols: int) -> None:
-    """All quantizers and amaxes on one [rows, cols] bf16 matrix."""
-    x = torch.randn(rows, cols, device="cuda").bfloat16()
-    copy = copy_bandwidth(x)
-    print(f"\n{rows} x {cols}: copy {copy:.2f} TB/s")
-    amax = operand_amax(x, _nvfp4())
-    assert_bitwise_equal(amax, x.abs().amax().float(), "amax")
-    row("amax", 2 * x.numel(), median_us(lambda: operand_amax(x, _nvfp4())), copy)
-    rotated = _nvfp4(hadamard=16)
-    row(
-        "amax columns hadamard16", 2 * x.numel(),
-        median_us(lambda: operand_amax(x, rotated, columns=True)), copy,
-    )  # fmt: skip
-    moved = x.numel() * (2 + 0.5 + 1 / 16)
-    key = torch.tensor(KEY, device="cuda")
-    for spec in SPECS:
-        for columns in (False, True):
-            check_quantizer(spec, columns)
-            run = partial(
-                quantize, x, spec, columns=columns, amax=amax, key=key, implementation="triton"
-            )
-            time = median_us(run)
-            row(f"{'columns' if columns else 'rows'} {spec.label}", moved, time, copy)
-    packed = quantize(x, _nvfp4(), amax=amax)
-    time = median_us(lambda: triton_backend.decode(packed))
-    row("decode to bf16", x.numel() * (2.5 + 1 / 16), time, copy)
-    time = median_us(lambda: triton_backend.decode(packed, e4m3=True, shift=3))
-    row("decode to e4m3", x.numel() * (1.5 + 1 / 16), time, copy)
-
+from tools.bench_ops.quantizers import (
+    CHECK,
+    bench_amax,
+    bench_pair,
+    bench_quantize,
+    copy_bandwidth,
+    median_us,
+    row,
+)
 
 PRODUCTS = [
-    ("nvfp4, exact", _nvfp4(), "exact", "bf16_core_sum"),
-    ("nvfp4 4over6, decode fp8", _nvfp4(choice="4over6_mse"), "fp8", "fp8_core_full"),
-    ("nvfp4 pow2", _nvfp4(scale="pow2"), "exact", "fp8_core_sum"),
+    ("nvfp4, exact", OperandSpec(format="nvfp4"), "exact", "bf16_core_sum"),
+    (
+        "nvfp4 4over6, decode fp8",
+        OperandSpec(format="nvfp4", choice="4over6_mse"),
+        "fp8",
+        "fp8_core_full",
+    ),
+    ("nvfp4 pow2", OperandSpec(format="nvfp4", scale="pow2"), "exact", "fp8_core_sum"),
     ("fp8_tensorwise", OperandSpec(format="fp8_tensorwise"), "exact", "fp8_core_full"),
 ]
 
@@ -460,14 +395,13 @@ def bench_expert_layers(counts: list[int], out: int, inner: int) -> None:
 
 GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
 AROUND = (*GLUE, "embedding", "attention")
-CHOICES = ("quantize", "matmul", "grouped", "glue", *AROUND)
+QUANTIZERS = {"quantize": bench_quantize, "amax": bench_amax, "pair": bench_pair}
+CHOICES = (*QUANTIZERS, "matmul", "grouped", "glue", *AROUND)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--op", choices=("quantize", "matmul", "grouped", "glue", *AROUND), required=True
-    )
+    parser = argparse.ArgumentParser("bench_ops", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--op", choices=CHOICES, required=True)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
     parser.add_argument("--tiles", action="store_true", help="try every tile of grouped products")
@@ -488,8 +422,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.op in (*AROUND, "glue", "grouped"):
         return 0
     for cols in options.cols:
-        if options.op == "quantize":
-            bench_quantize(options.rows, cols)
+        if options.op in QUANTIZERS:
+            QUANTIZERS[options.op](options.rows, cols)
         else:
             bench_matmul(options.rows, cols, 25600 - cols if cols < 25600 else cols)
     return 0

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""results.json: what the finished runs of a study came to, small enough to ship.
+
+    {"format": "nibble study results", "version": 1, "base_row": "bf16",
+     "models": [{"name", "steps", "tokens", "data_tokens", "tokens_per_parameter",
+       "rows": [{"row", "precision", "four_bit", "numerics",
+         "runs": [{"seed", "card", "commit", "tokens_per_s", "memory_gib",
+                   "losses": [[step, tokens, mean loss], ...],
+                   "validation": [[step, tokens, own forward, BF16 forward or null], ...]}]}]}]}
+
+Tables and figures are made from this file alone, whether the runs are still there or not. Training
+losses are means over a forty-eighth of the run. `precision` is what differs from the defaults,
+`four_bit` the share of the FLOPs of the block linears' GEMMs whose operands both have 4 bits, over
+the whole run, `numerics` of the first seed (pretrain/study/evidence.py).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fused_ops.errors import ConfigError
+from fused_ops.keys import GEMMS
+from fused_ops.recipe import bits
+from pretrain.comparison.compare import tokens_per_parameter
+from pretrain.comparison.reference import precision_key
+from pretrain.comparison.runs import Row, RunData, differences, group_runs, read_run
+from pretrain.config import PretrainConfig, make_config, precision_plan
+from pretrain.data.manifest import DataError, load_manifest
+from pretrain.study.evidence import evidence
+from pretrain.study.plan import Study, StudyRun, is_finished, tokens_of
+
+FORMAT, VERSION = "nibble study results", 1
+RESULTS_FILE = "results.json"
+_BINS = 48
+
+
+@dataclass
+class StudyRow:
+    """One row of one model: its finished runs and what is known of its precision."""
+
+    row: Row
+    precision: Mapping[str, Any]
+    four_bit: float
+    numerics: Mapping[str, Any]
+
+
+@dataclass
+class ModelResults:
+    """The rows of one model, the base among them."""
+
+    name: str
+    steps: int
+    tokens: int
+    data_tokens: int | None
+    """Of the training data; None where the data was not there when the file was written."""
+    tokens_per_parameter: float
+    rows: list[StudyRow] = field(default_factory=list)
+
+    @property
+    def epochs(self) -> float | None:
+        """How often the training data was read."""
+        return self.tokens / self.data_tokens if self.data_tokens else None
+
+    def find(self, label: str) -> StudyRow | None:
+        """The row of this name."""
+        return next((row for row in self.rows if row.row.label == label), None)
+
+
+def write_results(study: Study, path: Path) -> int:
+    """Writes the finished runs of the study to `path`; returns how many there are.
+
+    Raises:
+        ConfigError: runs of one model that differ in more than their precision.
+    """
+    models, problems, count = [], list[str](), 0
+    for model in study.models:
+        runs = [run for run in study.runs if run.model == model and is_finished(run)]
+        if not runs:
+            continue
+        count += len(runs)
+        models.append(_model(model, runs, study.base_row, problems))
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    data = {"format": FORMAT, "version": VERSION, "base_row": study.base_row, "models": models}
+    path.write_text(json.dumps(data, separators=(",", ":")).replace('{"row"', '\n{"row"') + "\n")
+    return count
+
+
+def _model(
+    model: str, runs: Sequence[StudyRun], base_row: str, problems: list[str]
+) -> dict[str, Any]:
+    names = list(dict.fromkeys(run.row for run in runs))
+    rows: dict[str, Row] = {}
+    for name in names:
+        found = group_runs([read_run(run.folder) for run in runs if run.row == name])
+        if len(found) > 1:
+            problems.append(
+                f"seeds of {model}-{name} must have the same settings; these have "
+                f"{'; '.join(differences(found[1], found[0]))}; run the others again"
+            )
+        rows[name] = found[0]
+    base = rows.get(base_row)
+    for name, row in rows.items():
+        if base is not None and (texts := differences(row, base)):
+            problems.append(
+                f"{model}-{name} must differ from {base_row} in its precision alone; it does in "
+                f"{'; '.join(texts)}"
+            )
+    config = make_config(runs[0].data)
+    return {
+        "name": model,
+        "steps": runs[0].steps,
+        "tokens": tokens_of(config),
+        "data_tokens": _data_tokens(config),
+        "tokens_per_parameter": round(tokens_per_parameter(rows[names[0]]), 3),
+        "rows": [
+            _row(name, [run for run in runs if run.row == name], rows[name]) for name in names
+        ],
+    }
+
+
+def _data_tokens(config: PretrainConfig) -> int | None:
+    try:
+        return (
+            load_manifest(config.data.train).tokens if isinstance(config.data.train, str) else None
+        )
+    except DataError:
+        return None
+
+
+def _row(name: str, runs: Sequence[StudyRun], row: Row) -> dict[str, Any]:
+    return {
+        "row": name,
+        "precision": precision_key(row.settings),
+        "four_bit": round(four_bit_share(make_config(runs[0].data)), 4),
+        "numerics": evidence(runs[0].folder, runs[0].steps),
+        "runs": [_run(row.runs[seed]) for seed in sorted(row.runs)],
+    }
+
+
+def _run(run: RunData) -> dict[str, Any]:
+    own, bf16 = run.validation.get(("own", ""), []), dict(run.validation.get(("bf16", ""), []))
+    return {
+        "seed": run.seed,
+        "card": run.card,
+        "commit": run.commit,
+        "tokens_per_s": None if run.tokens_per_s is None else round(run.tokens_per_s),
+        "memory_gib": run.memory_gib,
+        "losses": [
+            [step, run.tokens.get(step, step), round(loss, 5) if math.isfinite(loss) else None]
+            for step, loss in _binned(run.losses)
+        ],
+        "validation": [
+            [step, run.tokens.get(step, step), loss, bf16.get(step)] for step, loss in own
+        ],
+    }
+
+
+def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    size = max(1, math.ceil(len(losses) / _BINS))
+    parts = [losses[first : first + size] for first in range(0, len(losses), size)]
+    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
+
+
+def four_bit_share(config: PretrainConfig) -> float:
+    """Share of the FLOPs of the block linears' GEMMs with both operands in 4 bits, over the run.
+
+    The schedule counts by samples. Output layer, attention and scans are no GEMMs of it.
+    """
+    plan, total = precision_plan(config), config.train.total_samples
+    marks = sorted({0, total, *(min(mark, total) for mark in plan.boundaries or [])})
+    done = 0.0
+    for first, last in pairwise(marks):
+        plan.consumed_samples = first
+        recipes = plan.recipes()
+        four = all_flops = 0
+        for module in plan.modules:
+            for gemm in GEMMS:
+                narrow = all(bits(spec) == 4 for spec in recipes[module.name].specs(gemm))
+                four += narrow * module.flops
+                all_flops += module.flops
+        done += (last - first) / total * four / max(all_flops, 1)
+    return done
+
+
+def read_results(path: Path) -> tuple[str, list[ModelResults]]:
+    """(name of the base row, models). Raises ConfigError where the file is missing or damaged."""
+    try:
+        data = json.loads(path.read_text())
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"format {data['format']!r}, version {data['version']}")
+        return str(data["base_row"]), [_read_model(model) for model in data["models"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} must be {FORMAT!r}, version {VERSION} ({type(error).__name__}: {error}); "
+            "python -m tools.study DIR --report FILE writes it from finished runs"
+        ) from None
+
+
+def _read_model(data: Mapping[str, Any]) -> ModelResults:
+    known = {key: value for key, value in data.items() if key != "rows"}
+    found = ModelResults(**known)
+    for one in data["rows"]:
+        row = Row(one["row"])
+        for run in one["runs"]:
+            row.runs[run["seed"]] = _read_run(run, one, found)
+        found.rows.append(StudyRow(row, one["precision"], one["four_bit"], one["numerics"]))
+    return found
+
+
+def _read_run(run: Mapping[str, Any], row: Mapping[str, Any], model: ModelResults) -> RunData:
+    losses = [(s, math.nan if loss is None else loss) for s, _, loss in run["losses"]]
+    validation = {("own", ""): [(s, own) for s, _, own, _ in run["validation"]]}
+    bf16 = [(s, value) for s, _, _, value in run["validation"] if value is not None]
+    if bf16:
+        validation["bf16", ""] = bf16
+    return RunData(
+        path=Path(),
+        name=f"{model.name}-{row['row']}-s{run['seed']}",
+        seed=run["seed"],
+        steps=model.steps,
+        settings={f"precision.{key}": value for key, value in row["precision"].items()},
+        losses=losses,
+        tokens={s: tokens for s, tokens, *_ in [*run["losses"], *run["validation"]]},
+        validation=validation,
+        tokens_per_s=run["tokens_per_s"],
+        memory_gib=run["memory_gib"],
+        four_bit_share=row["four_bit"],
+        card=run["card"],
+        commit=run["commit"],
+    )

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of STUDY.md, written between markers, so that no figure is copied by hand.
+
+    <!-- study:NAME -->  ...what is replaced...  <!-- /study:NAME -->
+
+NAME is `goals`, `runs`, `evidence:MODEL` or `gaps:MODEL`. Text outside the markers stays.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from fused_ops.errors import ConfigError
+from pretrain.comparison.gaps import Interval, diverged_at, final_gaps, interval
+from pretrain.comparison.ratio import gap_ratio
+from pretrain.comparison.runs import Row
+from pretrain.comparison.spread import spread
+from pretrain.comparison.summary import spoken
+from pretrain.study.results import ModelResults, StudyRow
+
+REFERENCE_ROW = "nvfp4"
+"""V1, which gaps are divided by."""
+_MARK = re.compile(r"<!-- study:(?P<name>[\w:.-]+) -->.*?<!-- /study:(?P=name) -->", re.DOTALL)
+_EVIDENCE = (
+    ("x, dB", "fprop.x snr_db"),
+    ("W, dB", "fprop.w snr_db"),
+    ("dY (dgrad), dB", "dgrad.dy snr_db"),
+    ("dY (dgrad), slope", "dgrad.dy slope"),
+    ("dY (dgrad), slope at maxima", "dgrad.dy slope_max"),
+    ("dY (wgrad), slope", "wgrad.dy slope"),
+    ("zero gradients", "zero_gradients"),
+)
+
+
+def fill(text: str, base_row: str, models: Sequence[ModelResults]) -> str:
+    """`text` with every marked part written anew; parts of models without runs say so.
+
+    Raises:
+        ConfigError: a mark of another name.
+    """
+    by_name = {model.name: model for model in models}
+    makers: dict[str, Callable[[ModelResults, str], str]] = {"gaps": gaps, "evidence": why}
+    problems = []
+
+    def part(match: re.Match[str]) -> str:
+        name = match["name"]
+        kind, _, model = name.partition(":")
+        if name == "runs":
+            body = runs(models)
+        elif name == "goals":
+            body = goals(by_name.get("dense-30m"), base_row)
+        elif kind in makers and model:
+            found = by_name.get(model)
+            body = "No run has finished yet." if found is None else makers[kind](found, base_row)
+        else:
+            problems.append(
+                f"a mark must be goals, runs, gaps:MODEL or evidence:MODEL; got study:{name}"
+            )
+            return match[0]
+        return f"<!-- study:{name} -->\n{body}\n<!-- /study:{name} -->"
+
+    filled = _MARK.sub(part, text)
+    if problems:
+        raise ConfigError(problems)
+    return filled
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def gaps(model: ModelResults, base_row: str) -> str:
+    """One line a row: final gaps of both forwards, beside V1's, speed and memory."""
+    base, v1 = model.find(base_row), model.find(REFERENCE_ROW)
+    if base is None:
+        return f"No run of {base_row} has finished yet."
+    every = [one.row for one in model.rows]
+    scatter = {forward: spread(every, forward) for forward in ("own", "bf16")}
+    head = (
+        *(
+            "row",
+            "seeds",
+            "validation loss",
+            "gap, own forward, %",
+            "pooled",
+            "gap, BF16 forward, %",
+        ),
+        *("less V1's gap", "pooled", "over V1's gap", "said of it and V1", "4-bit share"),
+        *("tokens/s", "GiB", "diverged"),
+    )
+    lines = []
+    for one in model.rows:
+        row, is_base = one.row, one is base
+        own = interval(final_gaps(row, base.row))
+        lines.append(
+            [
+                f"`{row.label}`",
+                str(len(row.runs)),
+                spoken(interval(_ends(row)), ".4f"),
+                "0" if is_base else spoken(own, "+.2f"),
+                "" if is_base or own is None else _half(scatter["own"], len(own.seeds)),
+                spoken(interval(final_gaps(row, base.row, "bf16")), "+.2f") if not is_base else "0",
+                *_beside(one, v1, base),
+                f"{one.four_bit:.2f}" if one.four_bit else "",
+                _speed(row, base.row),
+                _memory(row),
+                "" if is_base else _diverged(row, base.row),
+            ]
+        )
+    own_spread = scatter["own"]
+    said = "no estimate yet"
+    if own_spread is not None:
+        said = f"{own_spread.percent:.3f} % of the loss, {own_spread.freedom} degrees of freedom"
+    note = (
+        f"{model.steps} steps, {model.tokens / 1e6:.1f} M tokens"
+        + (f" ({model.epochs:.2f} epochs)" if model.epochs else "")
+        + f", {model.tokens_per_parameter:.2f} tokens a parameter outside the embeddings. "
+        f"Spread of a run in its row and seed, all rows together: {said}."
+    )
+    return f"{_markdown(head, lines)}\n\n{note}"
+
+
+def _ends(row: Row) -> dict[int, float]:
+    return {seed: run.validation["own", ""][-1][1] for seed, run in row.runs.items()}
+
+
+def _half(found: object, seeds: int) -> str:
+    half = getattr(found, "half", None)
+    return "" if half is None else f"+- {half(seeds):.2f}"
+
+
+def differences_of(one: StudyRow, other: StudyRow, base: StudyRow) -> Interval | None:
+    """The row's final gap less the other's, own forward, paired by seed."""
+    a, b = final_gaps(one.row, base.row), final_gaps(other.row, base.row)
+    return interval({seed: a[seed] - b[seed] for seed in a.keys() & b.keys()})
+
+
+def _beside(one: StudyRow, v1: StudyRow | None, base: StudyRow) -> list[str]:
+    """Less V1's gap, pooled, over V1's gap, and what may be said."""
+    if v1 is None or one in (v1, base):
+        return ["", "", "1" if one is v1 else "", ""]
+    found = differences_of(one, v1, base)
+    if found is None:
+        return ["", "", "", "no common seed"]
+    pooled = spread([base.row, v1.row, one.row])
+    words = {"above": "worse", "below": "better", "one seed": "one seed: nothing"}
+    ratio = gap_ratio(one.row, v1.row, base.row)
+    return [
+        spoken(found, "+.2f"),
+        _half(pooled, len(found.seeds)),
+        "" if ratio is None else str(ratio),
+        words.get(found.verdict, found.verdict),
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return sum(known) / len(known) if known else None
+
+
+def _speed(row: Row, base: Row) -> str:
+    own = _mean([run.tokens_per_s for run in row.runs.values()])
+    other = _mean([run.tokens_per_s for run in base.runs.values()])
+    if own is None:
+        return ""
+    return f"{own:,.0f}" + (f" ({own / other:.2f}x)" if other and row is not base else "")
+
+
+def _memory(row: Row) -> str:
+    held = max((run.memory_gib or 0.0 for run in row.runs.values()), default=0.0)
+    return f"{held:.1f}" if held else ""
+
+
+def _diverged(row: Row, base: Row) -> str:
+    steps = [diverged_at(row.runs[s], base.runs[s]) for s in row.runs.keys() & base.runs.keys()]
+    known = [step for step in steps if step is not None]
+    return f"from step {min(known)}" if known else "no"
+
+
+def runs(models: Sequence[ModelResults]) -> str:
+    """What every figure is of: run file, seeds, tokens, epochs, card, commit."""
+    head = ("model", "row", "seeds", "tokens of a run", "epochs", "card", "commit")
+    lines = []
+    for model in models:
+        for one in model.rows:
+            made = list(one.row.runs.values())
+            lines.append(
+                [
+                    model.name,
+                    f"`{one.row.label}`",
+                    ", ".join(str(seed) for seed in sorted(one.row.runs)),
+                    f"{model.tokens:,}",
+                    f"{model.epochs:.2f}" if model.epochs else "?",
+                    ", ".join(sorted({run.card for run in made})),
+                    ", ".join(sorted({run.commit for run in made if run.commit})) or "?",
+                ]
+            )
+    if not lines:
+        return "No run has finished yet."
+    return _markdown(head, lines)
+
+
+def why(model: ModelResults, base_row: str) -> str:
+    """Means over the layers of what the monitor saw: operands of GEMMs and their products."""
+    head = [
+        "row",
+        *(name for name, _ in _EVIDENCE),
+        *(f"{g} error" for g in ("fprop", "dgrad", "wgrad")),
+    ]
+    lines = []
+    for one in model.rows:
+        means, errors = one.numerics.get("means", {}), one.numerics.get("errors", {})
+        if one.row.label == base_row or not means:
+            continue
+        cells = [means.get(key) for _, key in _EVIDENCE]
+        products = [_mean(errors.get(gemm, [])) for gemm in ("fprop", "dgrad", "wgrad")]
+        lines.append(
+            [f"`{one.row.label}`", *(_number(cell) for cell in cells), *map(_number, products)]
+        )
+    if not lines:
+        return "Nothing has been monitored yet."
+    steps = sorted({one.numerics["step"] for one in model.rows if one.numerics})
+    place = f"Step {', '.join(map(str, steps))}, first seed, means over the linear layers."
+    return f"{_markdown(head, lines)}\n\n{place}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def goals(model: ModelResults | None, base_row: str) -> str:
+    """The three goals of the study beside what was measured, each with its interval."""
+    base = None if model is None else model.find(base_row)
+    v1 = None if model is None else model.find(REFERENCE_ROW)
+    if model is None or base is None or v1 is None:
+        return "Not yet measured."
+    return "\n".join(
+        [_goal_gap(model, v1, base), _goal_fast(model, v1, base), _goal_late(model, base)]
+    )
+
+
+def _verdict(is_met: bool, is_missed: bool) -> str:
+    return "met" if is_met else "missed" if is_missed else "not decided: the interval holds both"
+
+
+def _goal_gap(model: ModelResults, v1: StudyRow, base: StudyRow) -> str:
+    """(a): the best row without BF16 layers has at most 0.8 of V1's gap."""
+    text = "- (a) without BF16 layers at most 0.8 of V1's gap: "
+    found = []
+    for one in model.rows:
+        ratio = gap_ratio(one.row, v1.row, base.row)
+        whole = not one.precision.get("plan") and not one.precision.get("rules")
+        if one in (v1, base) or ratio is None or one.four_bit < 0.999 or not whole:
+            continue
+        found.append((ratio.value, one.row.label, ratio))
+    if not found:
+        return f"{text}not yet measured."
+    _, label, ratio = min(found, key=lambda entry: entry[:2])
+    met = ratio.high is not None and ratio.high <= 0.8
+    missed = ratio.low is not None and ratio.low > 0.8
+    others = len(found) - 1
+    chosen = f" (the lowest of {others + 1}, so a little too low)" if others else ""
+    return f"{text}`{label}` {ratio}{chosen}: {_verdict(met, missed)}."
+
+
+def _goal_fast(model: ModelResults, v1: StudyRow, base: StudyRow) -> str:
+    """(b): nvfp4_fast with decode fp8 is better than V1."""
+    text = "- (b) `nvfp4_fast_fp8` better than V1: "
+    one = model.find("nvfp4_fast_fp8")
+    found = None if one is None else differences_of(one, v1, base)
+    if found is None:
+        return f"{text}not yet measured."
+    met, missed = found.verdict == "below", found.verdict == "above"
+    return f"{text}{spoken(found, '+.2f')} points: {_verdict(met, missed)}."
+
+
+def _goal_late(model: ModelResults, base: StudyRow) -> str:
+    """(c): BF16 tail and late forward switch under 0.5 %, with 0.78 of GEMM FLOPs in 4 bits."""
+    text = "- (c) BF16 tail and late forward under 0.5 %, 0.78 of the FLOPs in 4 bits: "
+    said = []
+    for one in model.rows:
+        gap = interval(final_gaps(one.row, base.row))
+        if not one.row.label.endswith("tail_late_bf16") or gap is None:
+            continue
+        half = gap.half if gap.half is not None else float("inf")
+        met = gap.mean + half < 0.5 and one.four_bit >= 0.78
+        missed = gap.mean - half > 0.5 or one.four_bit < 0.78
+        share = f"{one.four_bit:.3f} of the block linears' FLOPs"
+        said.append(f"`{one.row.label}` {spoken(gap, '+.2f')} %, {share}: {_verdict(met, missed)}")
+    return f"{text}{'; '.join(said) or 'not yet measured'}."

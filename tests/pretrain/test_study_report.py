@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From run folders to results.json, tables and figures, and again from results.json alone."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from fused_ops.errors import ConfigError
+from pretrain.config import make_config
+from pretrain.history import encode_row
+from pretrain.study.evidence import evidence
+from pretrain.study.plan import load_study
+from pretrain.study.results import four_bit_share, read_results
+from pretrain.study.write_up import fill
+from tests.toy import make_toy, toy_config
+from tools.study import main
+
+STEPS = 96
+LATE = {"from": 0.75, "gemms": ["fprop"], "recipe": "bf16"}
+ROWS = {
+    "bf16": {"recipe": "bf16"},
+    "nvfp4": {"recipe": "nvfp4"},
+    "nvfp4_fast_fp8": {"recipe": "nvfp4_fast", "decode": "fp8"},
+    "nvfp4_tail_late_bf16": {
+        "recipe": "nvfp4",
+        "rules": [{"layers": "last 2", "recipe": "bf16"}],
+        "schedule": [LATE],
+    },
+}
+# Final gaps in per cent, by seed 1, 2, 3.
+GAPS = {
+    "bf16": (0.0, 0.0, 0.0),
+    "nvfp4": (1.0, 1.1, 0.9),
+    "nvfp4_fast_fp8": (0.7, 0.78, 0.62),
+    "nvfp4_tail_late_bf16": (0.4, 0.41, 0.39),
+}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """(study folder, runs folder) of a study whose runs were never run."""
+    place = tmp_path_factory.mktemp("study")
+    base = toy_config(make_toy(place / "toy"), "*-*-", train={"steps": STEPS})
+    (place / "base.yaml").write_text(yaml.safe_dump(base))
+    rows = {name: {"precision": precision} for name, precision in ROWS.items()}
+    stages = [{"models": ["dense-30m"], "rows": list(ROWS), "seeds": [1, 2, 3, 4]}]
+    data = {"base": "base.yaml", "base_row": "bf16", "models": {"dense-30m": {}}, "rows": rows}
+    (place / "study.yaml").write_text(yaml.safe_dump({**data, "stages": stages}))
+    runs = place / "runs"
+    for run in load_study(place, runs).runs:
+        if run.seed < 4:
+            write_files(run, GAPS[run.row][run.seed - 1] / 100)
+    return place, runs
+
+
+def write_files(run, gap):
+    """What a finished run leaves: its loss is `gap` above that of bf16 at the end."""
+    run.folder.mkdir(parents=True)
+    rows = []
+    for step in range(1, STEPS + 1):
+        loss = (3.0 + 5.0 / step + 0.01 * run.seed) * (1 + gap * step / STEPS)
+        speed = 5000.0 if run.row == "bf16" else 6000.0
+        row = {"step": step, "loss": loss, "tokens": 256 * step, "memory_gib": 2.5}
+        rows.append({**row, "tokens_per_s": speed})
+        if step % 48 == 0:
+            rows.append({"step": step, "val_loss": loss, "val_loss_bf16": loss * (1 - gap / 4)})
+    (run.folder / "metrics.jsonl").write_bytes(b"".join(map(encode_row, rows)))
+    config = {**run.data, "run": {**run.data["run"], "name": run.name}}
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = {"gpus": ["NVIDIA H200"], "code": {"commit": "abc123def4567"}}
+    (run.folder / "environment.json").write_text(json.dumps(environment))
+    (run.folder / "heartbeat.json").write_text(json.dumps({"phase": "done"}))
+    if run.row == "bf16":
+        return
+    lines = [
+        {
+            "step": step,
+            "module": f"layers.{layer}.fc",
+            "fprop.x": {"snr_db": 20.0 + layer},
+            "fprop": {"cosine": 0.996, "signed": -0.004},
+            "zero_gradients": 0.5,
+        }
+        for step in (48, 96)
+        for layer in (0, 1)
+    ]
+    (run.folder / "numerics.jsonl").write_bytes(b"".join(map(encode_row, lines)))
+
+
+def test_report_from_runs_and_again_without_them(study, tmp_path, capsys):
+    folder, runs = study
+    text = tmp_path / "STUDY.md"
+    parts = ("goals", "gaps:dense-30m", "gaps:moe-30m", "evidence:dense-30m", "runs")
+    empty = "\n".join(f"before\n<!-- study:{p} -->\n<!-- /study:{p} -->" for p in parts)
+    text.write_text(f"{empty}\nafter\n")
+    assert main([str(folder), "--runs", str(runs), "--report", str(text)]) == 0
+    assert "12 runs" in capsys.readouterr().out
+    first = text.read_text()
+    assert first.count("before") == 5
+    assert first.endswith("after\n")
+    line = next(row for row in first.splitlines() if row.startswith("| `nvfp4_fast_fp8`"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1] == "3"
+    assert cells[3] == "+0.70 +- 0.20"
+    assert cells[6] == "-0.30 +- 0.05"
+    assert cells[8].startswith("0.70 [0.6")
+    assert cells[9] == "better"
+    assert cells[10:14] == ["1.00", "6,000 (1.20x)", "2.5", "no"]
+    assert "No run has finished yet." in first, "of moe-30m"
+    assert "(a) without BF16 layers at most 0.8 of V1's gap: `nvfp4_fast_fp8` 0.70 [" in first
+    assert first.count(": met.") == 2, "a and b"
+    assert (
+        "`nvfp4_tail_late_bf16` +0.40 +- 0.02 %, 0.458 of the block linears' FLOPs: miss" in first
+    )
+    assert "| dense-30m | `nvfp4` | 1, 2, 3 | 24,576 |" in first
+    assert "abc123def456" in first
+    pictures = sorted((folder / "figures").glob("*.png"))
+    assert [p.name.split("-")[-1] for p in pictures] == ["curves.png", "errors.png", "final.png"]
+    assert sum(p.stat().st_size for p in pictures) < 300_000
+    assert len(list((folder / "reference").glob("dense-30m-*.json"))) == 3
+    shutil.move(runs, tmp_path / "gone")
+    try:
+        text.write_text(f"{empty}\nafter\n")
+        assert main([str(folder), "--runs", str(runs), "--report", str(text)]) == 0
+    finally:
+        shutil.move(tmp_path / "gone", runs)
+    assert text.read_text() == first
+
+
+def test_results_hold_what_is_drawn(study):
+    folder, runs = study
+    base_row, (model,) = read_results(folder / "results.json")
+    assert base_row == "bf16"
+    assert (model.steps, model.tokens) == (STEPS, STEPS * 8 * 32)
+    assert model.epochs == pytest.approx(model.tokens / model.data_tokens)
+    v1 = model.find("nvfp4")
+    assert v1.precision == {"recipe": "nvfp4"}
+    assert sorted(v1.row.runs) == [1, 2, 3]
+    assert len(v1.row.runs[1].losses) == 48
+    assert v1.numerics["step"] == 48, "before the last fifth"
+    assert v1.numerics["means"]["fprop.x snr_db"] == 20.5
+    # |p - y|^2 / |y|^2 of cosine 0.996 and |p| = 0.996 |y| / 0.996
+    assert v1.numerics["errors"]["fprop"] == pytest.approx([(2 - 2 * 0.996) ** 0.5] * 2, abs=1e-5)
+    assert evidence(runs / "dense-30m-bf16-s1", STEPS) == {}
+
+
+def test_the_share_of_four_bits_counts_the_schedule(study):
+    """Two of four layers, and for a quarter of the run two of three GEMMs: 1/2 (3/4 + 1/4 2/3)."""
+    folder, runs = study
+    by_row = {run.row: run for run in load_study(folder, runs).runs}
+    layers = 0.5  # attention and MLP repeat
+    wanted = {"bf16": 0.0, "nvfp4": 1.0, "nvfp4_tail_late_bf16": layers * (3 / 4 + 1 / 4 * 2 / 3)}
+    for row, share in wanted.items():
+        assert four_bit_share(make_config(by_row[row].data)) == pytest.approx(share)
+
+
+def test_what_cannot_be_reported_is_said(study, tmp_path, capsys):
+    folder, runs = study
+    assert main([str(folder), "--runs", str(runs), "--report", str(tmp_path / "none.md")]) == 2
+    assert "none.md" in capsys.readouterr().err
+    text = tmp_path / "a.md"
+    text.write_text("<!-- study:gap -->x<!-- /study:gap -->")
+    assert main([str(folder), "--runs", str(runs), "--report", str(text)]) == 2
+    assert "study:gap" in capsys.readouterr().err
+    assert text.read_text().endswith("<!-- /study:gap -->"), "as it was"
+    with pytest.raises(ConfigError, match="nibble study results"):
+        read_results(folder / "study.yaml")
+    assert fill("plain", "bf16", []) == "plain"
