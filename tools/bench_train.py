@@ -120,7 +120,7 @@ class Bench:
         self.parallel = run_config(options.model, "bf16", options.overrides).parallel
         self.world = initialize(self.parallel)
         torch.manual_seed(0)  # the same tokens on all ranks of a model
-        shape = model_shape(run_config(options.model, "bf16", []).model)
+        shape = model_shape(run_config(options.model, "bf16", options.overrides).model)
         self.flops = sum(flops_per_token(shape).values()) * LENGTH
         self.base: float | None = None
         self.failed = 0
@@ -185,8 +185,9 @@ class Bench:
 
     def time_baseline(self, kind: str, graph: bool = False) -> None:
         """megatron-core with Transformer Engine, in the layout of `--set`."""
-        self.enter(run_config(self.options.model, "bf16", self.options.overrides).parallel)
-        run, name = baseline(self.options.model, kind, self.parallel), f"megatron-core + TE, {kind}"
+        config = run_config(self.options.model, "bf16", self.options.overrides)
+        self.enter(config.parallel)
+        run, name = baseline(config, kind), f"megatron-core + TE, {kind}"
         if graph:
             self.report(f"{name}, graph", *measure(graphed(run), self.iterations))
             return
@@ -323,20 +324,24 @@ def graphed(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def baseline(name: str, kind: str, parallel: Any) -> Callable[[], None]:
-    """A micro-batch of megatron-core's model with Transformer Engine's layers."""
+def baseline(run: Any, kind: str) -> Callable[[], None]:
+    """A micro-batch of megatron-core's model with Transformer Engine's layers.
+
+    Args:
+        run: its model and its layout.
+        kind: bf16 or fp8.
+    """
     from megatron.core.activations import squared_relu
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    model = MODELS[name]
-    pattern, fields = model.pattern, dict(model.megatron)
+    model, pattern, fields = run.model, run.model.pattern, dict(run.model.megatron)
     gated = fields.pop("gated_linear_unit", True)
     plain = fields.pop("activation_func", "silu") == "squared_relu"  # no fused op for it upstream
     layout = {
-        name: getattr(parallel, name)
+        name: getattr(run.parallel, name)
         for name in (
             "tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
             "sequence_parallel",
@@ -351,16 +356,16 @@ def baseline(name: str, kind: str, parallel: Any) -> Callable[[], None]:
         activation_func=squared_relu if plain else torch.nn.functional.silu,
         hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, is_hybrid_model=True,
-        apply_rope_fusion=model.position == "rope",
+        apply_rope_fusion=model.position_embedding == "rope",
         bias_activation_fusion=not plain, bias_dropout_fusion=True, masked_softmax_fusion=True,
         cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
     )  # fmt: skip
     network = HybridModel(
-        config, hybrid_stack_spec, model.vocab, LENGTH, hybrid_layer_pattern=pattern,
-        position_embedding_type=model.position, share_embeddings_and_output_weights=False,
+        config, hybrid_stack_spec, model.vocab_size, LENGTH, hybrid_layer_pattern=pattern,
+        position_embedding_type=model.position_embedding, share_embeddings_and_output_weights=False,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     ).cuda().bfloat16()  # fmt: skip
-    batch = random_batch(model.vocab)
+    batch = random_batch(model.vocab_size)
 
     def micro_batch() -> None:
         for parameter in network.parameters():

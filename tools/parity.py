@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--draws", type=int, default=5, help="orders of sums that make a band (%(default)s)"
     )
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the ranks")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a group of layouts")
     options = parser.parse_args(arguments)
     try:
         return _report(options)
