@@ -37,6 +37,7 @@ from fused_ops.operands import (
     unpack,
     weight_operand,
 )
+from fused_ops.quantize import dequantize
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
 
@@ -213,7 +214,7 @@ def wgrad_input(
         if not is_quantized(spec):
             return forward
         assert isinstance(forward, QuantizedTensor), "the forward operand is kept in codes"
-        source = forward.dequantize()
+        source = dequantize(forward)
     operand = quantize_operand(call, "wgrad.x", source, columns=True, amax=amax)
     observe(call, "wgrad.x", x, operand)
     return operand
@@ -288,7 +289,7 @@ def wgrad(
     """
     if not (isinstance(x, Tensor) or is_quantized(call.spec("wgrad.x"))):
         assert isinstance(x, QuantizedTensor), "the forward operand is kept in codes"
-        x = x.dequantize(dy.dtype).t()
+        x = dequantize(x, dy.dtype).t()
         observe(call, "wgrad.x", x.t(), x)
     qdy = columns
     if qdy is None:

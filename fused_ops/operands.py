@@ -14,6 +14,7 @@ from fused_ops.linear_call import LinearCall, Operand, Run, Runs
 from fused_ops.quantize import (
     DelayedScaling,
     amax_pair,
+    dequantize,
     operand_amax,
     pair_reason,
     plain_amax,
@@ -321,7 +322,7 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
     if is_quantized(spec):
         return _weight_codes(call, name, weight, expert)
     if spec.source == "forward":
-        weight = _forward_codes(call, weight, expert).dequantize(weight.dtype)
+        weight = dequantize(_forward_codes(call, weight, expert), weight.dtype)
     return weight if name == "fprop.w" else weight.t()
 
 
@@ -440,7 +441,7 @@ def _build(
                 codes, own, bound, form=form, implementation=chosen
             )
             return made
-        source = codes.dequantize()
+        source = dequantize(codes)
     operand = quantize_operand(call, name, source, columns=columns)
     assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"
     return operand

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fused_ops.wide_variants import wide_variants
+
 TARGETS = ("sm_90", "sm_100", "sm_120")
 SHARED_MEMORY = {"sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
 """Bytes that one block of threads may have (CUDA C++ programming guide, compute capabilities)."""
@@ -58,7 +60,8 @@ class Variant:
 
 def variants() -> list[Variant]:
     """What is launched in training, with the tiles in use."""
-    return quantizer_variants() + grouped_variants() + _glue_variants()
+    wide = [Variant(**fields) for fields in wide_variants()]
+    return quantizer_variants() + wide + grouped_variants() + _glue_variants()
 
 
 def _glue_variants() -> list[Variant]:

@@ -27,6 +27,7 @@ from fused_ops.keys import OPERANDS
 from fused_ops.linear_call import LinearCall
 from fused_ops.quantize import (
     amax_pair,
+    dequantize,
     operand_amax,
     plain_amax,
     quantize,
@@ -86,7 +87,7 @@ def _operands() -> dict[str, OperandSpec]:
     for recipe in RECIPES.values():
         for name in OPERANDS:
             spec = recipe.spec(*name.split("."))
-            if spec.format in ("nvfp4", "fp8_tensorwise") and not spec.row_scaled:
+            if not spec.is_high_precision and spec.format != "fp8_delayed":
                 found[f"{spec.label} {spec.element} {spec.numerator:g}"] = spec
     return found
 
@@ -110,6 +111,8 @@ def _quantizers() -> Iterator[Case]:
     x = _random(64, 128)
     for form in ("fp8", "bf16"):
         yield f"decoded {form}", partial(quantize_decoded, x, OperandSpec(format="nvfp4"), form)
+    for spec in (OperandSpec(format=name) for name in ("nvfp4", "mxfp4", "mxfp8", "fp8_blockwise")):
+        yield f"dequantize {spec.label}", partial(dequantize, quantize(x, spec))
     packed = quantize(x, OperandSpec(format="nvfp4"))
     if packed.codes.is_cuda:
         yield "decode to bf16", partial(triton_backend.decode, packed)
@@ -148,7 +151,7 @@ def _pairs() -> Iterator[Case]:
 
 
 def _products() -> Iterator[Case]:
-    for name in ("nvfp4", "nvfp4_pow2", "fp8_tensorwise"):
+    for name in ("nvfp4", "nvfp4_pow2", "fp8_tensorwise", "mxfp8", "mxfp4", "fp8_blockwise"):
         spec = RECIPES[name].spec("fprop", "x")
         left, right = (quantize(_random(rows, 128), spec) for rows in (64, 96))
         total = torch.zeros(64, 96)

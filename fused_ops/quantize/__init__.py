@@ -4,6 +4,7 @@
 from fused_ops.quantize.api import (
     QUANTIZE,
     amax_pair,
+    dequantize,
     nonfinite_flag,
     operand_amax,
     pair_reason,
@@ -20,6 +21,7 @@ __all__ = [
     "QUANTIZE",
     "DelayedScaling",
     "amax_pair",
+    "dequantize",
     "nonfinite_flag",
     "operand_amax",
     "pair_reason",

@@ -14,10 +14,11 @@ from fused_ops.quantize import (
     cuda_backend,
     custom,
     reference,
-    rotated,
     triton_amax,
     triton_backend,
+    triton_decode,
     triton_fp8,
+    triton_wide,
 )
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.philox import Key
@@ -27,12 +28,12 @@ PLAIN = OperandSpec()
 
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
-QUANTIZE.register(Implementation("triton_rotated", rotated.quantize, rotated.supports))
 QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
+QUANTIZE.register(Implementation("triton_wide", triton_wide.quantize, triton_wide.supports))
 QUANTIZE.register(Implementation("reference", reference.quantize, always))
 AMAX = Op("operand_amax")
 AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
-AMAX.register(Implementation("triton_rotated", rotated.operand_amax, rotated.amax_supports))
+AMAX.register(Implementation("triton_wide", triton_wide.operand_amax, triton_wide.amax_supports))
 AMAX.register(Implementation("reference", reference.operand_amax, always))
 PAIR = Op("quantize_pair")
 PAIR.register(Implementation("cuda_sr", cuda_backend.quantize_pair, cuda_backend.preferred))
@@ -49,6 +50,9 @@ REQUANTIZE.register(
     )
 )
 REQUANTIZE.register(Implementation("reference", reference.requantize_columns, always))
+DEQUANTIZE = Op("dequantize")
+DEQUANTIZE.register(Implementation("triton", triton_decode.dequantize, triton_decode.supports))
+DEQUANTIZE.register(Implementation("reference", QuantizedTensor.dequantize, always))
 
 
 def operand_amax(
@@ -242,6 +246,19 @@ def requantize_columns(
             source, spec, amax, form=form, implementation=implementation
         )
     return REQUANTIZE(source, spec, amax, form=form, implementation=implementation)
+
+
+def dequantize(
+    source: QuantizedTensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    implementation: Choice = None,
+) -> Tensor:
+    """source.dequantize(dtype): decoded [rows, cols], by a kernel where there is one."""
+    if is_dynamo_compiling():
+        return source.dequantize(dtype)
+    decoded: Tensor = DEQUANTIZE(source, dtype, implementation=implementation)
+    return decoded
 
 
 def quantize_stale(

@@ -503,8 +503,10 @@ def eden_byte(v, byte, factor, random):
     ratio = tl.div_rn(square, cross)
     usable = (cross != 0.0) & (tl.abs(ratio) < float("inf"))
     # 2**-120 makes E4M3's subnormals fp32's: dropping 20 bits rounds to E4M3 everywhere.
-    small = bits_of((e4m3_value(byte) * tl.where(usable, ratio, 1.0)) * (2.0**-120))
-    return e4m3_byte(float_of(((small + (random & 0xFFFFF)) >> 20) << 20) * (2.0**120))
+    wanted = e4m3_value(byte) * tl.where(usable, ratio, 1.0)
+    small = bits_of(wanted * (2.0**-120))
+    corrected = e4m3_byte(float_of(((small + (random & 0xFFFFF)) >> 20) << 20) * (2.0**120))
+    return tl.where(wanted == wanted, corrected, byte)  # the bits of NaN would overflow
 
 
 @triton.jit

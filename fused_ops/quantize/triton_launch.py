@@ -17,6 +17,9 @@ ROTATED_AMAX_TILE = {"blocks": 1, "words": 32, "tiles": 8, "warps": 1}
 PAIR_TILE = {"blocks": 4, "words": 64, "rows": 16, "warps": 4}
 """Blocks of 16 rows x words of a program; `rows` of it at a time when it goes along rows."""
 REQUANTIZE_TILE = {"blocks": 4, "words": 32, "warps": 4}
+WIDE_TILE = {"lanes": 128, "warps": 4}
+"""Long pieces of a program, one a thread. Reasoned, not measured; so is the next."""
+DECODE_TILE = {"rows": 4, "cols": 256, "warps": 4}
 FP8_TILE = {"rows": 64, "cols": 128, "warps": 8}
 AMAX_TILE = {"size": 2048, "iters": 8, "warps": 8}
 

@@ -7,11 +7,12 @@ from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.main_grad import Zeros
-from fused_ops.scaled_matmul import custom, hopper, reference
+from fused_ops.scaled_matmul import blockwise, custom, hopper, reference
 from fused_ops.scaled_matmul.reference import Operand
 
 SCALED_MATMUL = Op("scaled_matmul")
 SCALED_MATMUL.register(Implementation("hopper", hopper.scaled_matmul, hopper.supports))
+SCALED_MATMUL.register(Implementation("blockwise", blockwise.scaled_matmul, blockwise.supports))
 SCALED_MATMUL.register(Implementation("reference", reference.scaled_matmul, always))
 SCALED_MATMUL.register(
     Implementation("blackwell_model", reference.blackwell_model, reference.blackwell_model_supports)

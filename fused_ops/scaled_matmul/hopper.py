@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import triton_backend
+from fused_ops.quantize import triton_backend, triton_decode
 from fused_ops.scaled_matmul import cublaslt, reference
 from fused_ops.scaled_matmul.reference import Operand
 from fused_ops.triton_support import device_reason
 
 EXACT_IN_BF16 = ("nvfp4", "mxfp8", "mxfp4", "fp8_tensorwise", "fp8_delayed")
+"""And fp8_blockwise with power-of-two scales: four significant bits times a power of two."""
 WHOLE_TENSOR_FP8 = ("fp8_tensorwise", "fp8_delayed")
 
 
@@ -43,13 +44,20 @@ def supports(
         if isinstance(operand, Tensor):
             if operand.dtype != torch.bfloat16:
                 return f"a high-precision operand is bf16, got {operand.dtype}"
-        elif operand.spec.format not in EXACT_IN_BF16 or operand.spec.row_scaled:
-            return f"not exact in bf16, or scaled by rows: {operand.spec.label!r}"
+        elif not exact_in_bf16(operand.spec):
+            return f"not exact in bf16: {operand.spec.label!r}"
         if 0 in operand.shape:
             return "an operand is empty"
     if accumulate is not None and not accumulate.is_contiguous():
         return "accumulate is not contiguous"
     return None if cublaslt.library() is not None else "cuBLASLt was not found"
+
+
+def exact_in_bf16(spec: OperandSpec) -> bool:
+    """Whether code * block scale has no more significant bits than BF16."""
+    if spec.format == "fp8_blockwise":
+        return spec.scale == "pow2"
+    return spec.format in EXACT_IN_BF16
 
 
 def memory(operand: Operand) -> Tensor:
@@ -134,6 +142,8 @@ def bf16_operand(operand: Operand, decode: str) -> Tensor:
         if operand.data.dtype == torch.bfloat16:
             return operand.data
         return operand.data.to(torch.bfloat16) * 2.0**operand.shift
+    if triton_decode.supports(operand, torch.bfloat16) is None and operand.spec.format != "nvfp4":
+        return triton_decode.unscaled(operand)
     if operand.spec.format != "nvfp4":
         return _padded(operand.unscaled(torch.bfloat16), 8)
     if decode == "fp8" and not operand.spec.is_pow2:
@@ -182,6 +192,10 @@ def scaled_matmul(
         alpha = reference.alpha(a, b)
     left, right = _alike(left, right)
     rows, cols = a.shape[0], b.shape[0]
+    if alpha is not None and alpha.dim():  # of rows: not for the library
+        total = torch.empty((rows, cols), dtype=torch.float32, device=left.device)
+        total = _accumulate(left, right, None, total, 0)
+        return reference.finish(total, alpha, out_dtype, accumulate, beta, bias)
     if accumulate is not None:
         return _accumulate(left, right, alpha, accumulate, beta)
     # The bias is added in fp32, after alpha; rows of the output start at multiples of 16 bytes.

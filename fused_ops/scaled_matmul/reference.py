@@ -119,7 +119,18 @@ def _epilogue(
     beta: int,
     bias: Tensor | None,
 ) -> Tensor:
-    factor = alpha(a, b)
+    return finish(total, alpha(a, b), out_dtype, accumulate, beta, bias)
+
+
+def finish(
+    total: Tensor,
+    factor: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None,
+    beta: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """The epilogue of fp32 sums [M, N]: times factor, plus bias, rounded; or into accumulate."""
     if factor is not None:
         total = total * factor
     if accumulate is not None:

@@ -18,9 +18,12 @@ MODULES = (
     "quantize.triton_block_kernels",
     "quantize.triton_fp8_kernels",
     "quantize.triton_kernels",
+    "quantize.triton_wide_kernels",
+    "quantize.triton_decode_kernels",
     "quantize.triton_amax_kernels",
     "quantize.triton_grouped_kernels",
     "scaled_matmul.triton_grouped_kernels",
+    "scaled_matmul.triton_blockwise_kernels",
 )
 
 
@@ -51,6 +54,13 @@ def _e4m3(x):
     t = torch.from_numpy(np.array(x))
     clamped = torch.where(t.isnan(), t, t.clamp(-448, 448))
     return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def _e5m2(x):
+    """Bits of fp32 rounded to E5M2, nearest even, saturating."""
+    t = torch.from_numpy(np.array(x))
+    clamped = torch.where(t.isnan(), t, t.clamp(-57344, 57344))
+    return clamped.to(torch.float8_e5m2).view(torch.uint8).numpy()
 
 
 def _toward_zero(exact):
@@ -97,8 +107,9 @@ def _snippet(asm, values):
     if "bf16x2" in asm:
         low, high = (_bf16(_f32(v)) for v in values)
         return [_word((low | (high << 16)).astype(np.uint32))]
-    if "e4m3x2" in asm:
-        parts = [_e4m3(_f32(v)).astype(np.uint32) << (8 * i) for i, v in enumerate(values)]
+    if "e4m3x2" in asm or "e5m2x2" in asm:
+        encode = _e4m3 if "e4m3x2" in asm else _e5m2
+        parts = [encode(_f32(v)).astype(np.uint32) << (8 * i) for i, v in enumerate(values)]
         return [_word(parts[0] | parts[1] | parts[2] | parts[3])]
     if "0x0073" in asm:
         tops = [(v.data.view(np.uint32) >> 24) << (8 * i) for i, v in enumerate(values)]
@@ -146,6 +157,11 @@ def emulate(monkeypatch):
         if src.dtype.scalar == tl.float8e4nv and target.scalar == tl.float32:
             bytes_ = torch.from_numpy(src.data.view(np.uint8)).view(torch.float8_e4m3fn)
             return handle(bytes_.float().numpy(), target.scalar)
+        if src.dtype.scalar == tl.float8e5 and target.scalar == tl.float32:
+            bytes_ = torch.from_numpy(src.data.view(np.uint8)).view(torch.float8_e5m2)
+            return handle(bytes_.float().numpy(), target.scalar)
+        if src.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            return handle(_bf16(src.data).astype(np.uint16), target.scalar)
         return original(self, src, target, *_mode)
 
     def fma(self, x, y, z):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MS-EDEN's block scale as Triton computes it, through its interpreter; and longer rotations."""
+"""MS-EDEN's block scale as Triton computes it, through its interpreter."""
 
 import importlib.util
 import sys
@@ -7,17 +7,10 @@ import sys
 import pytest
 import torch
 
-from fused_ops import cases, triton_support
+from fused_ops import cases
 from fused_ops.codecs import decode_fp8, encode_fp8
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import (
-    operand_amax,
-    quantize,
-    reference,
-    rotated,
-    triton_amax,
-    triton_block_kernels,
-)
+from fused_ops.quantize import quantize, triton_block_kernels
 from fused_ops.quantize.blocks import block_amax, scale_
 from fused_ops.quantize.ms_eden import corrected_scales
 from fused_ops.quantize.philox import block_words
@@ -78,30 +71,3 @@ def test_the_scale_is_the_references(kernel, kind):
     spec = OperandSpec(format="nvfp4", rounding="ms_eden")
     assert_bitwise_equal(quantize(x, spec, key=KEY).scales, want, "and quantize's own")
     assert torch.isfinite(decode_fp8(got)).all()
-
-
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("rounding", ["nearest", "ms_eden"])
-def test_long_rotations_are_turned_first(monkeypatch, rounding, columns):
-    """With the definition in place of the plain kernel: all bytes, and where dither falls."""
-    spec = OperandSpec(format="nvfp4", hadamard=128, signs="step", rounding=rounding)
-    x = cases.make_input("student_t3", (200, 144), 5)
-    signs = torch.randint(0, 2, (128,), generator=torch.Generator().manual_seed(1)) * 2 - 1
-    options = {"columns": columns, "signs": signs}
-    monkeypatch.setattr(triton_support, "device_reason", lambda x: None)
-    monkeypatch.setattr(triton_amax, "device_reason", lambda x: None)
-    for module in (rotated.triton_backend, rotated.triton_amax):
-        name = "quantize" if module is rotated.triton_backend else "operand_amax"
-        monkeypatch.setattr(module, name, getattr(reference, name))
-    assert rotated.supports(x, spec, **options) is None
-    assert rotated.amax_supports(x, spec, **options) is None
-    assert rotated.supports(x, OperandSpec(format="nvfp4", hadamard=16)) is not None
-    assert_bitwise_equal(
-        operand_amax(x, spec, **options), reference.operand_amax(x, spec, **options), "amax"
-    )
-    options |= {"key": KEY, "origin": (7, 32)}
-    want = quantize(x, spec, implementation="reference", **options)
-    got = quantize(x, spec, implementation="triton_rotated", **options)
-    assert (got.shape, got.spec) == (want.shape, want.spec)
-    for name in ("codes", "scales", "amax"):
-        assert_bitwise_equal(getattr(got, name), getattr(want, name), name)

@@ -9,7 +9,7 @@ import torch
 from fused_ops import operands
 from fused_ops.formats import QuantizedTensor
 from fused_ops.grouped_linear import grouped_linear
-from fused_ops.keys import StreamKey
+from fused_ops.keys import KeyTable, StreamKey
 from fused_ops.linear import LinearCall, linear
 from fused_ops.main_grad import mark_zeroed
 from fused_ops.recipe import RECIPES
@@ -75,6 +75,37 @@ def test_nothing_waits_for_the_device(name):
         linear(x.clone().requires_grad_(), w, call=call).backward(dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recorded_layer_is_the_layer(name):
+    """Forward and backward in a CUDA graph, replayed for another step: the bits of plain calls."""
+    x, w, dy = (t.cuda().bfloat16() for t in data())
+    w = torch.nn.Parameter(w)
+    table = KeyTable("cuda")
+    call = LinearCall(recipe=RECIPES[name], main_grad=True, delayed={}, note_amax=False)
+
+    def step(key):
+        call.key, call.weight_codes = key, WeightCodes()
+        w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+        leaf = x.clone().requires_grad_()
+        y = linear(leaf, w, call=call)
+        y.backward(dy)
+        return y.detach(), leaf.grad, w.main_grad
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(replace(KEY, table=table))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            recorded = step(replace(KEY, table=table))
+        later = replace(KEY, step=KEY.step + 1)
+        table.refresh(later.seed, later.step)
+        graph.replay()
+        for got, want in zip(recorded, step(later)):
+            assert_bitwise_equal(got, want, name)
 
 
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "nvfp4_v2", "nvfp4_fast", "mxfp8"])

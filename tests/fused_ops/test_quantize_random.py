@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stochastic rounding as statistics: adjacency, bias, independence, purity; Hadamard signs."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +193,30 @@ def test_rotation_sums_in_the_order_of_elements(shape):
     assert_bitwise_equal(rotate(x, 16), total.bfloat16().view(x.shape))
     last = rotate(x[-1:, -16:].contiguous(), 16)
     assert_bitwise_equal(last, rotate(x, 16)[-1:, -16:].contiguous())
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_long_rotations_are_sums_and_differences_of_pairs(size):
+    """The definition in numbers of Python, one fp32 rounding an operation."""
+    x = make_input("wide", (3, 2 * size), seed=3)
+    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(4)) * 2 - 1
+    factor = torch.tensor(1.0).div(torch.tensor(float(size)).sqrt()).item()
+    expected = []
+    for group in x.float().view(-1, size).tolist():
+        v = [float(np.float32(a * s * factor)) for a, s in zip(group, signs.tolist())]
+        distance = 1
+        while distance < size:
+            pairs = [
+                v[i - distance] - v[i] if i & distance else v[i] + v[i + distance]
+                for i in range(size)
+            ]
+            v = [float(np.float32(pair)) for pair in pairs]
+            distance *= 2
+        expected.append(v)
+    got = rotate(x, size, signs)
+    assert_bitwise_equal(got, torch.tensor(expected).bfloat16().view(x.shape))
+    exact = x.double().view(-1, size) @ rotation(size, signs, "cpu").double()
+    assert_close(got.double().view(-1, size), exact, "bf16_output")
 
 
 def test_signs_change_the_codes():
