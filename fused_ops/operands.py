@@ -369,7 +369,7 @@ def _build(call: LinearCall, name: str, weight: Tensor, expert: int) -> Quantize
     source, columns = weight, name == "dgrad.w"
     if columns and own == forward and is_symmetric(own):
         codes = _weight_codes(call, "fprop.w", weight, expert)
-        if not weight.is_cuda or own.format not in ("nvfp4", "fp8_tensorwise"):
+        if not weight.is_cuda or own.format not in ("nvfp4", "mxfp4", "fp8_tensorwise"):
             return codes.transposed()
         # The same codes as the transposed ones, and faster there than moving nibbles.
         operand = quantize_operand(call, name, weight, columns=True, amax=codes.amax)
