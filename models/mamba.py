@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer
 from torch import Tensor
 
-from fused_ops.mamba2_scan import causal_conv1d, mamba2_scan, mamba2_scan_from
+from fused_ops.mamba2_scan import causal_conv1d, chosen, mamba2_scan, mamba2_scan_from
 from models.documents import document_ids
 from models.generation.cache import CacheStep
 from models.norm import GroupNorm
@@ -70,7 +70,8 @@ class MambaMixer(mamba_mixer.MambaMixer):
         if isinstance(packed_seq_params, CacheStep):
             return self._ssm_cached(zxBCdt, packed_seq_params)
         documents = document_ids(packed_seq_params)
-        if documents is None and zxBCdt.is_cuda and mamba_mixer.HAVE_MAMBA_SSM:
+        fused = mamba_mixer.HAVE_MAMBA_SSM and chosen(zxBCdt) == "mamba_ssm"
+        if documents is None and zxBCdt.is_cuda and fused:
             return super()._ssm_training(zxBCdt)
         cp = self.cp
         z, xBC, dt = self._parts(zxBCdt.transpose(0, 1))

@@ -4,7 +4,8 @@
 Counted are tensors that autograd holds at the end of a forward pass: inputs of norms and
 activations in the dtype of the run, and the operand that each linear layer keeps for wgrad, in
 codes where the recipe quantizes it. Experts are taken to be evenly loaded. A Mamba layer is counted
-with the fused kernel of mamba-ssm, which keeps its input and its output.
+with the fused kernel of mamba-ssm, which keeps its input and its output before the gate; the norm
+behind it keeps the gated one.
 """
 
 from collections import defaultdict
@@ -125,7 +126,7 @@ def _tensors(symbol: str, shape: ModelShape, layout: Layout) -> dict[str, float]
     elif symbol == "M":
         inner, heads = mamba_inner(config)
         rows = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + heads
-        kept["mamba"] = (rows + inner) / layout.tp
+        kept["mamba"] = (rows + 2 * inner) / layout.tp
     elif symbol == "/":
         kept["norms"] = 3 * float(hidden)
     return kept

@@ -351,9 +351,12 @@ def rank_memory(
     symbols = [symbol for _, symbol in own]
     symbols += [*"/", *pattern.mtp] * pattern.mtp_depths if last else []
     layout = Layout.of(parallel, size, config.precision.communicate)
-    each = saved_bytes(modules, symbols, shape, recipes, layout)
+    again = _recomputed_layers(shape.config, len(own), parallel.virtual)
+    left = {position for position, _ in own[:again]}
+    kept = [m for m in modules if m.position is None or m.position not in left]
+    each = saved_bytes(kept, symbols[again:], shape, recipes, layout)
     tokens = train.micro_batch_size * shape.seq_length // parallel.context_parallel_size
-    each = _recomputed(each, len(symbols), shape, layout)
+    each = _recomputed(each, len(symbols), again, shape, layout)
     flying = in_flight(parallel, stage, micro_batches(config, world))
     parts = state_bytes(parameters, shared, element_size=size)
     parts["weight codes"] = code_bytes(modules, parallel, recipes)
@@ -376,15 +379,32 @@ def rank_memory(
 _ALWAYS = ("weights", "gradients", "optimizer")
 
 
+def _recomputed_layers(config: Any, layers: int, virtual: int) -> int:
+    """How many layers of a rank, the first ones, keep their inputs alone (method block)."""
+    if config.recompute_granularity != "full" or config.recompute_method != "block":
+        return 0
+    return min(config.recompute_num_layers * virtual, layers)
+
+
 def _recomputed(
-    each: dict[str, float], layers: int, shape: ModelShape, layout: Layout
+    each: dict[str, float], layers: int, again: int, shape: ModelShape, layout: Layout
 ) -> dict[str, float]:
-    """What is kept of a token when activations are recomputed: inputs of layers, and one group."""
+    """What is kept of a token when activations are recomputed.
+
+    Args:
+        each: of the layers that are not among the first ones of method block.
+        layers: of the rank.
+        again: how many those are. Method uniform keeps the inputs of groups, and one group.
+        shape: the model.
+        layout: how it is cut.
+    """
     if shape.config.recompute_granularity != "full" or not layers:
         return each
+    input_bytes = shape.config.hidden_size / layout.tokens * layout.element_size
+    if shape.config.recompute_method == "block":
+        return {"inputs of layers": input_bytes * again} | each
     group = shape.config.recompute_num_layers or 1
-    inputs = shape.config.hidden_size / layout.tokens * layout.element_size * layers / group
-    return {"inputs of layers": inputs} | {
+    return {"inputs of layers": input_bytes * layers / group} | {
         name: amount * min(group / layers, 1.0) for name, amount in each.items()
     }
 

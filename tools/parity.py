@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs (NCCL)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the ranks")
+    parser.add_argument(
+        "--draws", type=int, default=5, help="orders of sums that make a band (%(default)s)"
+    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a group of layouts")
     options = parser.parse_args(arguments)
     try:
         return _report(options)
@@ -87,6 +90,7 @@ def _report(options: argparse.Namespace) -> int:
         gpus=options.gpus,
         steps=options.steps,
         timeout=options.timeout,
+        draws=options.draws,
     )
     print(
         _line("layout", "pattern", "recipe", "loss", "grad norm", "weights", "updates", "bound", "")

@@ -7,6 +7,7 @@ from torch import Tensor
 from fused_ops.mamba2_scan import mamba_ssm_backend, reference
 
 IMPLEMENTATIONS = ("mamba_ssm", "reference")
+_preferred: str | None = None
 
 
 def mamba2_scan(
@@ -114,6 +115,18 @@ def causal_conv1d(
     return reference.conv(torch.cat([before, x], 1), weight, bias)[:, before.shape[1] :]
 
 
+def prefer(implementation: str | None) -> None:
+    """What this process takes where no call forces one; None: the first that can.
+
+    For comparisons of processes: mamba-ssm's kernels are tuned by a clock, in each process anew,
+    and sum in another order with other tiles.
+    """
+    global _preferred
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    _preferred = implementation
+
+
 def chosen(x: Tensor) -> str:
     """Name of the implementation that takes x where none is forced."""
     return _choose(None, x)
@@ -122,6 +135,7 @@ def chosen(x: Tensor) -> str:
 def _choose(implementation: str | None, x: Tensor) -> str:
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    implementation = implementation or _preferred
     if implementation == "reference":
         return "reference"
     reason = mamba_ssm_backend.supports(x)

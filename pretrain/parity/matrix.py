@@ -4,6 +4,7 @@
 import json
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from fused_ops.errors import ConfigError
 from pretrain.config import PretrainConfig, layout_start_problems
+from pretrain.engine import Engine
 from pretrain.parity.layouts import Layout, parse_layout, shares_experts_over_samples
 from pretrain.parity.orders import summed_in_halves
 from pretrain.parity.ranks import Ranks, RanksFailed
@@ -164,18 +166,20 @@ def run(plan: Plan) -> Iterator[Row]:
                 yield Row(case=case, layout=layout, refused=text)
         for count, start in groups.items():
             ranks, failure = start(), "no rank left a result"
+            end = time.monotonic() + plan.timeout
             try:
                 for case in cases:
-                    if case not in references:
+                    if case not in references and time.monotonic() < end:
                         references[case] = _reference(case, wanted, starts[case], folder, plan)
-                ranks.wait(plan.timeout)
+                ranks.wait(max(0.0, end - time.monotonic()))
             except RanksFailed as error:
                 failure = str(error)
             finally:
                 ranks.stop()
-            for case, layout in wanted:
-                if layout.processes == count:
-                    yield _row(case, layout, references[case], folder, plan, failure)
+            yield from _rows(
+                [pair for pair in wanted if pair[1].processes == count],
+                references, folder, plan, failure,
+            )  # fmt: skip
 
 
 def _check_names(plan: Plan) -> None:
@@ -323,25 +327,28 @@ def bound_of(case: Case, layout: Layout, bands: dict[str, Difference]) -> tuple[
     return _difference(wide), kind
 
 
-def _row(
-    case: Case,
-    layout: Layout,
-    reference: _Reference,
+def _rows(
+    pairs: Sequence[tuple[Case, Layout]],
+    references: dict[Case, _Reference],
     folder: Path,
     plan: Plan,
     failure: str,
-) -> Row:
-    place = folder / f"ranks{layout.processes}" / f"{_key(case)}-{layout.name}"
-    report = place.with_name(place.name + ".json")
-    if not report.exists():
-        return Row(case=case, layout=layout, failed=failure)
-    trajectory = Trajectory(**json.loads(report.read_text()))
-    engine = build(case, ONE_PROCESS, plan.device)
-    bound, kind = bound_of(case, layout, reference.bands)
-    return Row(
-        case=case,
-        layout=layout,
-        difference=compare(reference, trajectory, weights_of(case, engine, place)),
-        bound=bound,
-        band=kind,
-    )
+) -> Iterator[Row]:
+    """What the ranks of one number of processes left, beside one process."""
+    reader: tuple[Case, Engine] | None = None
+    for case, layout in pairs:
+        place = folder / f"ranks{layout.processes}" / f"{_key(case)}-{layout.name}"
+        report = place.with_name(place.name + ".json")
+        if not report.exists():
+            yield Row(case=case, layout=layout, failed=failure)
+            continue
+        if case not in references:
+            late = f"its reference was not begun within {plan.timeout:.0f} s"
+            yield Row(case=case, layout=layout, failed=late)
+            continue
+        trajectory = Trajectory(**json.loads(report.read_text()))
+        if reader is None or reader[0] != case:
+            reader = case, build(case, ONE_PROCESS, plan.device)
+        bound, kind = bound_of(case, layout, references[case].bands)
+        found = compare(references[case], trajectory, weights_of(case, reader[1], place))
+        yield Row(case=case, layout=layout, difference=found, bound=bound, band=kind)

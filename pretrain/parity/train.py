@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from fused_ops.mamba2_scan import prefer
 from models.config import ParallelConfig
 from pretrain.checkpoint.state import (
     data_parallel_group,
@@ -47,6 +48,8 @@ class Trajectory:
 def build(case: Case, layout: Layout, device: str) -> Engine:
     """The engine of this rank, as new."""
     config = run_config(case, layout)
+    if device == "cuda":
+        prefer("reference")  # kernels of the scan that processes tune by themselves do not agree
     world = _world(config.parallel, device)
     # megatron-core's logs of losses are process-global and sized by the first model.
     destroy_moe_metrics_tracker()

@@ -14,6 +14,7 @@ from fused_ops.mamba2_scan import (
     mamba2_scan,
     mamba2_scan_from,
     mamba_ssm_backend,
+    prefer,
     reference,
 )
 from fused_ops.mamba2_scan.self_check import scan_problem
@@ -152,6 +153,22 @@ def test_forced_implementation_does_not_fall_back():
         mamba2_scan(*make(8)[:5], implementation="mamba_ssm")
     with pytest.raises(ValueError, match="not one of"):
         mamba2_scan(*make(8)[:5], implementation="cuda")
+
+
+def test_what_a_process_prefers(monkeypatch):
+    monkeypatch.setattr(mamba_ssm_backend, "supports", lambda x: None)
+    monkeypatch.setattr(mamba_ssm_backend, "scan", lambda x, *_: x + 1)
+    inputs = [t.detach() for t in make(8)[:5]]
+    kernel, plain = inputs[0] + 1, mamba2_scan(*inputs, implementation="reference")
+    try:
+        prefer("reference")
+        assert torch.equal(mamba2_scan(*inputs), plain)
+        assert torch.equal(mamba2_scan(*inputs, implementation="mamba_ssm"), kernel)
+    finally:
+        prefer(None)
+    assert torch.equal(mamba2_scan(*inputs), kernel)
+    with pytest.raises(ValueError, match="not one of"):
+        prefer("cuda")
 
 
 @pytest.mark.parametrize("cuts", [[1], [64], [3, 70, 71], [63, 65, 129]])

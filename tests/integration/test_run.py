@@ -140,6 +140,17 @@ def test_two_ranks_train_what_one_does(folder, tmp_path):
         assert b["loss"][0] == pytest.approx(a["loss"][0], rel=1e-6)
 
 
+def test_a_run_that_keeps_nothing(folder, tmp_path):
+    """Without a checkpoint at the end there is none, and the run is done all the same."""
+    sections = {"run": {"dir": str(tmp_path)}, "train": {"steps": 2, "global_batch_size": 4}}
+    config = toy_config(folder, checkpoint={"interval": 0, "at_end": False}, **sections)
+    assert main([str(_write(tmp_path / "run.yaml", config))]) == 0
+    run = tmp_path / "toy"
+    assert sorted(_losses(run)) == [1, 2]
+    assert not list(run.rglob("step_*"))
+    assert json.loads((run / "heartbeat.json").read_text())["phase"] == "done"
+
+
 def _fails(capfd, *arguments: str) -> str:
     """What the program says on its way to status 2."""
     capfd.readouterr()

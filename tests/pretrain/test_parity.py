@@ -134,6 +134,21 @@ def test_refusals_come_before_anything_starts():
         list(run(Plan(layouts=["tp2"], patterns=["*-"], recipes=["nvfp5"])))
 
 
+def test_what_did_not_come_in_time_is_said(tmp_path):
+    """No report of the ranks, and a report of a case whose reference was not begun."""
+    case, plan = read_case("M-*-", "fp32", 1), Plan(layouts=[], patterns=[], recipes=[], timeout=7)
+    late, lost = parse_layout("tp2sp"), parse_layout("pp2")
+    place = tmp_path / "ranks2" / f"{matrix._key(case)}-tp2sp.json"
+    place.parent.mkdir()
+    place.write_text('{"losses": [1.0], "grad_norms": [1.0]}')
+    rows = list(matrix._rows([(case, late), (case, lost)], {}, tmp_path, plan, "rank 1 hangs"))
+    assert [row.failed for row in rows] == [
+        "its reference was not begun within 7 s",
+        "rank 1 hangs",
+    ]
+    assert not any(row.passes for row in rows)
+
+
 def check(plan):
     rows = list(run(plan))
     wrong = [

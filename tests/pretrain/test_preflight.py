@@ -2,6 +2,7 @@
 """Preflight: problems with their remedies, and what it says of ranks, memory and time."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from pretrain.preflight_text import render
 from tests.toy import make_toy, toy_config
 
 H200 = DEVICES["h200"]
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -62,6 +64,29 @@ def test_the_12b_hybrid_on_four_gpus(run_file):
         "GPU-hours",
     ):
         assert piece in text
+
+
+def test_the_shipped_run_of_the_12b_hybrid_on_two_gpus():
+    """It fits, and layers that are computed again leave their inputs alone."""
+    shipped = ROOT / "examples" / "nvfp4-paper-12b.yaml"
+    found = preflight(shipped, [], H200, 2)
+    assert found.problems == []
+    assert not found.config.checkpoint.at_end
+    (memory,) = found.memory
+    states = sum(memory.parts[name] for name in ("weights", "gradients", "optimizer"))
+    assert states == pytest.approx(18 * memory.parameters, rel=1e-4)
+    assert memory.total / GIB < 133
+    again = [
+        f"model.megatron.recompute_{name}"
+        for name in ("granularity=full", "method=block", "num_layers=16")
+    ]
+    (less,) = preflight(shipped, again, H200, 2).memory
+    # input and output of the scan and the gated output, on one of two ranks: 28 layers, then 20
+    a_layer = 8192 * 2 * (2 * 10240 + 2 * 8 * 128 + 160 + 2 * 10240) / 2
+    assert memory.parts["kept, mamba"] == 28 * a_layer
+    assert less.parts["kept, mamba"] == 20 * a_layer
+    assert less.parts["kept, inputs of layers"] == 16 * 8192 * 2 * 5120 / 2
+    assert less.parts["kept, attention"] == memory.parts["kept, attention"] * 5 / 6
 
 
 def test_ten_thousand_ranks_and_ten_trillion_tokens_fit_on_a_screen(run_file):

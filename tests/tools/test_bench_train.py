@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of training steps: what its words mean, and its engine on a toy without a clock."""
+
+import pytest
+
+from fused_ops.errors import ConfigError
+from models.config import ParallelConfig
+from tools import bench_train
+
+TINY = {
+    "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+    "kv_channels": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "mamba_num_groups": 2,
+    "mamba_state_dim": 16, "gated_linear_unit": False, "activation_func": "squared_relu",
+}  # fmt: skip
+
+
+def test_a_recipe_with_settings_of_its_own():
+    text = "nvfp4_fast:fp8+precision.communicate=packed+precision.plan=nvfp4_paper"
+    recipe, own = bench_train.recipe_settings(text)
+    assert recipe == "nvfp4_fast"
+    assert own[0] == "precision.decode=fp8"
+    config = bench_train.run_config("dense", recipe, own)
+    precision = config.precision
+    assert (precision.recipe, precision.decode) == ("nvfp4_fast", "fp8")
+    assert (precision.communicate, precision.plan) == ("packed", "nvfp4_paper")
+    assert bench_train.recipe_settings("bf16") == ("bf16", [])
+
+
+def test_the_paper_s_model_is_the_preset():
+    two = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    config = bench_train.run_config("paper12b", "nvfp4", two)
+    assert config.model.pattern.count("M") == 28
+    assert (config.model.vocab_size, config.model.position_embedding) == (131072, "none")
+    assert config.parallel == ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    with pytest.raises(ConfigError, match="heads"):
+        bench_train.run_config("paper12b", "nvfp4", ["parallel.tensor_model_parallel_size=3"])
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    model = bench_train.Model(pattern="M-*-", megatron=TINY, vocab=128, position="none")
+    monkeypatch.setitem(bench_train.MODELS, "tiny", model)
+    monkeypatch.setattr(bench_train, "LENGTH", 32)
+    monkeypatch.setattr(bench_train.torch.cuda, "get_device_name", lambda: "a clock that stands")
+
+    def measure(run, iterations):
+        for _ in range(iterations):
+            run()
+        return 2.0, 1.0, 0.5
+
+    monkeypatch.setattr(bench_train, "measure", measure)
+
+
+def test_what_is_measured_and_what_fails(tiny, capsys, monkeypatch):
+    """Without Transformer Engine the baseline fails, is said to, and the rest is measured."""
+
+    def without(*arguments):
+        raise RuntimeError("no Transformer Engine")
+
+    monkeypatch.setattr(bench_train, "baseline", without)
+    monkeypatch.setitem(bench_train.MODELS, "dense", bench_train.MODELS["tiny"])
+    words = ["--baseline", "bf16", "--step", "--iterations", "2"]
+    options = ["--recipes", "bf16", "nvfp4+precision.plan=nvfp4_paper"]
+    parsed = bench_train.command_line().parse_args([*words, *options])
+    assert bench_train.Bench(parsed).run() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "FAILED: no Transformer Engine" in lines[1]
+    measured = [line.split("  ")[0] for line in lines[2:]]
+    plan = "nvfp4 plan=nvfp4_paper"
+    assert measured == ["bf16", "bf16, optimizer step", plan, f"{plan}, optimizer step"]
+    assert all("16.0 k tok/s" in line for line in lines[2:])
