@@ -105,7 +105,9 @@ def _attention(pattern: Pattern, values: dict[str, Any], rotary: bool) -> list[s
         )
     if pattern.has("+"):
         return problems + _latent_attention(values)
-    hidden, width = values.get("hidden_size") or heads, values.get("kv_channels")
+    hidden, width = values.get("hidden_size"), values.get("kv_channels")
+    if hidden is None:
+        return problems
     if width is None and hidden % heads:
         problems.append(
             f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, so the width of "
