@@ -152,6 +152,16 @@ class OperandSpec:
         return 2 if self.is_pow2 or self.numerator == 1536.0 else 3
 
     @property
+    def decoded_forms(self) -> tuple[str, ...]:
+        """The DECODED_FORMS that lose nothing, or that are asked for: see DecodedTensor."""
+        if self.format == "nvfp4":
+            return DECODED_FORMS
+        exact = self.format in ("mxfp4", "mxfp8") or (
+            self.format == "fp8_blockwise" and self.scale == "pow2"
+        )
+        return ("bf16",) if exact else ()
+
+    @property
     def multiple(self) -> int:
         """The contraction axis is zero-padded to a multiple of this."""
         return max(self.block[1] if self.block else 1, self.hadamard, 1)
@@ -337,11 +347,11 @@ class QuantizedTensor:
         return codes.view(torch.float8_e4m3fn), self.tensor_scale * 2.0**shift
 
     def decoded(self, form: str) -> "DecodedTensor":
-        """As tensor cores multiply it: form "bf16" (exact) or "fp8"; NVFP4 only."""
-        if self.spec.format != "nvfp4" or form not in DECODED_FORMS:
+        """As tensor cores multiply it: form "bf16" (exact), or "fp8" of NVFP4."""
+        if form not in self.spec.decoded_forms:
             raise ValueError(
-                f"decoded forms are {', '.join(DECODED_FORMS)} of nvfp4; got {form!r} of "
-                f"{self.spec.label!r}: multiply the codes"
+                f"{self.spec.label!r} has the decoded forms {self.spec.decoded_forms}; got "
+                f"{form!r}: multiply the codes"
             )
         if form == "fp8":
             data = self.fp8_operand()[0]
@@ -377,10 +387,10 @@ DECODED_FORMS = ("bf16", "fp8")
 
 @dataclass
 class DecodedTensor:
-    """An NVFP4 matrix as tensor cores multiply it, its codes not kept.
+    """A matrix of blocks as tensor cores multiply it, its codes not kept.
 
-    data: [rows, padded cols], code * block scale: bf16, exact; or E4M3 (float8_e4m3fn), of that
-        times 2**-shift, nearest even. Zeros have no sign. bf16 may lie as its transpose.
+    data: [rows, padded cols], code * block scale: bf16, exact; or of NVFP4 E4M3 (float8_e4m3fn), of
+        that times 2**-shift, nearest even. Zeros have no sign. bf16 may lie as its transpose.
     amax, shape, spec, out_of_range: as of the QuantizedTensor that it stands for.
     """
 

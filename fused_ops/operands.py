@@ -423,7 +423,7 @@ def _build(
     source, columns = weight, name == "dgrad.w"
     if columns and own == forward and is_symmetric(own):
         codes = _forward_codes(call, weight, expert)
-        if not weight.is_cuda or own.format not in ("nvfp4", "fp8_tensorwise"):
+        if not weight.is_cuda or own.format not in ("nvfp4", "mxfp4", "fp8_tensorwise"):
             return codes.transposed()
         # The same codes as the transposed ones, and faster there than moving nibbles.
         operand = quantize_operand(call, name, weight, columns=True, amax=codes.amax)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import Choice, Implementation, Op, always, refuse
-from fused_ops.formats import DECODED_FORMS, DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
 from fused_ops.quantize import (
     cuda_backend,
     custom,
@@ -140,12 +140,12 @@ def quantize_decoded(
 ) -> DecodedTensor:
     """quantize(x, spec, ...).decoded(form), without writing the codes.
 
-    For an NVFP4 operand that is multiplied and not kept. Arguments and errors are quantize's.
+    For an operand that is multiplied and not kept. Arguments and errors are quantize's.
     """
-    if form not in DECODED_FORMS or spec.format != "nvfp4":
+    if form not in spec.decoded_forms:
         refuse(
-            f"decoded forms are {', '.join(DECODED_FORMS)} of nvfp4; got {form!r} for "
-            f"{spec.label!r}: use quantize()"
+            f"{spec.label!r} has the decoded forms {spec.decoded_forms}; got {form!r}: "
+            "use quantize()"
         )
     amax, columns = arguments.pop("amax", None), arguments.get("columns", False)
     amax = _checked_amax(x, spec, columns, amax, arguments.get("key"))

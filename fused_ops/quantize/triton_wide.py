@@ -38,6 +38,8 @@ def supports(
     """None, or why not."""
     if spec.format not in KINDS:
         return f"formats {', '.join(KINDS)}; got {spec.format}"
+    if form != "codes" and form not in spec.decoded_forms:
+        return f"no form {form} of {spec.label!r}"
     if spec.format == "nvfp4" and (spec.is_pow2 or spec.choice or spec.block != (1, 16)):
         return f"nvfp4 in 1x16 blocks with e4m3 scales and no choice; got {spec.label!r}"
     if spec.rounding == "stochastic_exact":
@@ -156,14 +158,19 @@ def quantize(
         _launch(x, spec, how, amax, output.main, output.scales)
         return output.result()
     assert spec.block is not None, spec.label
+    shape = (rows, roundup(cols, spec.multiple) if spec.hadamard else cols)
+    used = torch.ones((), device=x.device)
+    if form != "codes":
+        values = x.new_empty((rows, roundup(cols, spec.multiple)), dtype=torch.bfloat16)
+        _launch(x, spec, how, used, values, used)
+        return DecodedTensor(values, used, shape, spec)
     blocks = -(-cols // piece(spec)) * (piece(spec) // spec.block[1])
     width = blocks * spec.block[1]
     scale_type = torch.float32 if spec.format == "fp8_blockwise" else torch.uint8
     main = x.new_empty((rows, width // 2 if spec.is_fp4 else width), dtype=torch.uint8)
     scales = x.new_empty((-(-rows // spec.block[0]), blocks), dtype=scale_type)
-    used = torch.ones((), device=x.device)
     _launch(x, spec, how, used, main, scales)
-    return QuantizedTensor(main, scales, used, (rows, width if spec.hadamard else cols), spec)
+    return QuantizedTensor(main, scales, used, shape, spec)
 
 
 def _own_amax(x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None) -> Tensor:

@@ -44,6 +44,37 @@ def _lower(i, half):
 
 
 @triton.jit
+def _load_value(address, inside, BF16: tl.constexpr):
+    """fp32 of the bf16 or fp32 at each int64 address, 0 where inside (int32) is 0.
+
+    Not tl.load: for each of these the compiler looks at all of a kernel (128 of them: a minute).
+    """
+    if BF16:
+        word = tl.inline_asm_elementwise(
+            """{ .reg .pred p; .reg .b16 h, z;
+            setp.ne.s32 p, $2, 0; mov.b16 z, 0; mov.b16 h, 0;
+            @p ld.global.b16 h, [$1]; mov.b32 $0, {z, h}; }""",
+            "=r,l,r",
+            [address, inside],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        word = tl.inline_asm_elementwise(
+            """{ .reg .pred p;
+            setp.ne.s32 p, $2, 0; mov.b32 $0, 0;
+            @p ld.global.b32 $0, [$1]; }""",
+            "=&r,l,r",
+            [address, inside],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return float_of(word)
+
+
+@triton.jit
 def _load(x_ptr, lane, block, inside, depth, stride, BF16: tl.constexpr, COLUMNS: tl.constexpr,
           SIZE: tl.constexpr):  # fmt: skip
     """The SIZE values of each (lane, block) as fp32.
@@ -53,11 +84,13 @@ def _load(x_ptr, lane, block, inside, depth, stride, BF16: tl.constexpr, COLUMNS
     """
     v = ()
     if COLUMNS:
+        size: tl.constexpr = 2 if BF16 else 4
         first = block.to(tl.int64) * SIZE
+        rows = tl.where(inside, tl.minimum(depth - first, SIZE), 0).to(tl.int32)
+        address = x_ptr.to(tl.int64) + (first * stride + lane) * size
+        step = stride.to(tl.int64) * size
         for i in tl.static_range(0, SIZE):
-            here = inside & (first + i < depth)
-            value = tl.load(x_ptr + (first + i) * stride + lane, mask=here, other=0)
-            v = v + (float_of(value.to(tl.int32) << 16) if BF16 else float_of(value),)
+            v = v + (_load_value(address + i * step, (rows > i).to(tl.int32), BF16),)
     else:
         size: tl.constexpr = 2 if BF16 else 4
         offset = tl.where(inside, lane.to(tl.int64) * stride + block * SIZE, 0) * size
@@ -165,13 +198,14 @@ def _nvfp4(
     """
     mask = inside.to(tl.int32)
     low, high = mask, mask
+    scales = ()
     for k in tl.static_range(0, len(v) // 16):
         part = _part(v, 16 * k)
         byte, factor, r0, r1, r2, r3 = _nvfp4_block(
             part, amax, k0, k1, row, block + k, NUMERATOR, EDEN, STOCHASTIC
         )
         if FORM == 0:
-            tl.store(scales_ptr + place + k, byte, mask=inside)
+            scales = scales + (byte,)
             first = encode_word(part, 0, factor, r0, r1, STOCHASTIC)
             second = encode_word(part, 8, factor, r2, r3, STOCHASTIC)
             if k % 2 == 1:
@@ -189,6 +223,19 @@ def _nvfp4(
                 )  # fmt: skip
             else:
                 _store_bf16(base + 32 * k, w, mask)
+    if len(scales) == 8:
+        address = scales_ptr.to(tl.int64) + place
+        _store_pair(address, _four_bytes(scales, 0), _four_bytes(scales, 4), inside)
+    else:
+        for k in tl.static_range(0, len(scales)):
+            tl.store(scales_ptr + place + k, scales[k], mask=inside)
+
+
+@triton.jit
+def _four_bytes(b, first: tl.constexpr):
+    """Four uint8 in one int32, the first the lowest."""
+    word = b[first].to(tl.int32) | (b[first + 1].to(tl.int32) << 8)
+    return word | (b[first + 2].to(tl.int32) << 16) | (b[first + 3].to(tl.int32) << 24)
 
 
 @triton.jit
@@ -242,6 +289,35 @@ def _store_fp8(v, factor, address, mask, E5M2: tl.constexpr):
 
 
 @triton.jit
+def _store_decoded(v, factor, scale, address, mask, r, ELEMENT: tl.constexpr,
+                   STOCHASTIC: tl.constexpr):  # fmt: skip
+    """bf16 of code * scale at each int64 address, the codes those of v * factor; no -0.
+
+    r: words of dither, four for 16 values; mask: int32.
+    """
+    for k in tl.static_range(0, len(v) // 16):
+        part = _part(v, 16 * k)
+        if ELEMENT == 0:
+            w = decoded_values(
+                part, factor, scale, r[4 * k], r[4 * k + 1], r[4 * k + 2], r[4 * k + 3], STOCHASTIC
+            )
+        else:
+            w = ()
+            for i in tl.static_range(0, 16):
+                w = w + (tl.fma(_fp8_value(part[i] * factor, ELEMENT == 2), scale, 0.0),)
+        _store_bf16(address + 32 * k, w, mask)
+
+
+@triton.jit
+def _fp8_value(t, E5M2: tl.constexpr):
+    """fp32 rounded to FP8, nearest even, saturating."""
+    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+    kind: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+    t = tl.clamp(t, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    return t.to(kind).to(tl.float32)
+
+
+@triton.jit
 def _e8m0(bits, INVERSE_MAX: tl.constexpr):
     """E8M0 byte (int32), rounded up, and its inverse (fp32), of blocks with these amax bits."""
     x = float_of(bits) * INVERSE_MAX
@@ -256,21 +332,26 @@ def _e8m0(bits, INVERSE_MAX: tl.constexpr):
 @triton.jit
 def _mx(
     v, bits, k0, k1, row, block, base, mask,
-    ELEMENT: tl.constexpr, INVERSE_MAX: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ELEMENT: tl.constexpr, INVERSE_MAX: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Writes the codes of blocks of 32; their E8M0 bytes. ELEMENT: 0 E2M1, 1 E4M3, 2 E5M2.
+    """Writes the codes of blocks of 32, or (FORM 2) bf16 values; their E8M0 bytes.
 
-    block: global number of the first 16 values in the row, uint32.
+    ELEMENT: 0 E2M1, 1 E4M3, 2 E5M2. block: global number of the first 16 values in the row, uint32.
     """
     code, factor = _e8m0(bits, INVERSE_MAX)
-    if ELEMENT == 0:
+    r = (0, 0, 0, 0, 0, 0, 0, 0)
+    if STOCHASTIC:
+        r0, r1, r2, r3 = philox(k0, k1, row, block)
+        r4, r5, r6, r7 = philox(k0, k1, row, block + 1)
+        r = (r0, r1, r2, r3, r4, r5, r6, r7)
+    if FORM == 2:
+        bits = tl.where(code == 0, 1 << 22, code << 23)
+        scale = float_of(tl.where(code == 255, 0x7FC00000, bits))
+        _store_decoded(v, factor, scale, base, mask, r, ELEMENT, STOCHASTIC)
+    elif ELEMENT == 0:
         words = ()
-        for k in tl.static_range(0, 2):
-            r0, r1, r2, r3 = 0, 0, 0, 0
-            if STOCHASTIC:
-                r0, r1, r2, r3 = philox(k0, k1, row, block + k)
-            words = words + (encode_word(v, 16 * k, factor, r0, r1, STOCHASTIC),)
-            words = words + (encode_word(v, 16 * k + 8, factor, r2, r3, STOCHASTIC),)
+        for k in tl.static_range(0, 4):
+            words = words + (encode_word(v, 8 * k, factor, r[2 * k], r[2 * k + 1], STOCHASTIC),)
         store_words(base, words[0], words[1], words[2], words[3], mask)
     else:
         _store_fp8(v, factor, base, mask, ELEMENT == 2)
@@ -299,7 +380,7 @@ def _place(lanes, blocks, LANES: tl.constexpr, FLAT: tl.constexpr):
     return lane, number * 0 + tl.program_id(0) // groups
 
 
-@triton.jit(do_not_specialize=["lanes", "depth"])
+@triton.jit(do_not_specialize=["lanes", "blocks", "depth", "stride"])
 def wide_amax(
     x_ptr, signs_ptr, out_ptr, lanes, blocks, depth, stride,
     BF16: tl.constexpr, COLUMNS: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
@@ -313,7 +394,7 @@ def wide_amax(
     tl.atomic_max(out_ptr, tl.max(bits, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["lanes", "depth", "k0", "k1", "row0", "block0"])
+@triton.jit(do_not_specialize=["lanes", "blocks", "depth", "stride", "k0", "k1", "row0", "block0"])
 def quantize_wide(
     x_ptr, signs_ptr, amax_ptr, key_ptr, codes_ptr, scales_ptr,
     lanes, blocks, depth, stride, k0, k1, row0, block0,
@@ -353,14 +434,23 @@ def quantize_wide(
         bits = tl.where(inside, _largest(v), 0)
         if TILE > 1:
             bits = _over_lanes(bits, TILE, LANES)
+        if FORM == 2:
+            base = codes_ptr.to(tl.int64) + piece * (2 * SIZE)
+        elif ELEMENT == 0:
+            base = codes_ptr.to(tl.int64) + piece * (SIZE // 2)
+        else:
+            base = codes_ptr.to(tl.int64) + piece * SIZE
         if KIND == 1:
-            width: tl.constexpr = SIZE // 2 if ELEMENT == 0 else SIZE
-            base = codes_ptr.to(tl.int64) + piece * width
-            scale = _mx(v, bits, k0, k1, row, first, base, mask, ELEMENT, NUMERATOR, STOCHASTIC)
+            scale = _mx(
+                v, bits, k0, k1, row, first, base, mask, ELEMENT, NUMERATOR, STOCHASTIC, FORM
+            )
         else:
             factor = _fp8_scale(bits, NUMERATOR, CAP, POW2)
-            base = codes_ptr.to(tl.int64) + piece * SIZE
-            _store_fp8(v, factor, base, mask, ELEMENT == 2)
             scale = tl.div_rn(1.0, factor)
-        offset = (lane // TILE).to(tl.int64) * blocks + block
-        tl.store(scales_ptr + offset, scale, mask=inside & (lane % TILE == 0))
+            if FORM == 2:
+                _store_decoded(v, factor, scale, base, mask, (), ELEMENT, False)
+            else:
+                _store_fp8(v, factor, base, mask, ELEMENT == 2)
+        if FORM == 0:
+            offset = (lane // TILE).to(tl.int64) * blocks + block
+            tl.store(scales_ptr + offset, scale, mask=inside & (lane % TILE == 0))

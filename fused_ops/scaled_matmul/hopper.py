@@ -18,8 +18,6 @@ from fused_ops.scaled_matmul import cublaslt, reference
 from fused_ops.scaled_matmul.reference import Operand
 from fused_ops.triton_support import device_reason
 
-EXACT_IN_BF16 = ("nvfp4", "mxfp8", "mxfp4", "fp8_tensorwise", "fp8_delayed")
-"""And fp8_blockwise with power-of-two scales: four significant bits times a power of two."""
 WHOLE_TENSOR_FP8 = ("fp8_tensorwise", "fp8_delayed")
 
 
@@ -55,9 +53,7 @@ def supports(
 
 def exact_in_bf16(spec: OperandSpec) -> bool:
     """Whether code * block scale has no more significant bits than BF16."""
-    if spec.format == "fp8_blockwise":
-        return spec.scale == "pow2"
-    return spec.format in EXACT_IN_BF16
+    return bool(spec.decoded_forms) or spec.format in WHOLE_TENSOR_FP8
 
 
 def memory(operand: Operand) -> Tensor:
@@ -111,8 +107,10 @@ def decoded_form(a: OperandSpec, b: OperandSpec, rows: tuple[int, int], decode: 
         a, b: what the operands are.
         rows: of both.
     """
-    if any(spec.format != "nvfp4" or spec.row_scaled for spec in (a, b)):
+    if any(not spec.decoded_forms or spec.row_scaled for spec in (a, b)):
         return "codes"
+    if a.format != "nvfp4" or b.format != "nvfp4":
+        return "bf16" if decode == "exact" else "codes"
     exact = a.is_pow2 and b.is_pow2
     if decode != "fp8" and not exact:
         return "bf16"
@@ -165,7 +163,8 @@ def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     One that lies as its transpose (bf16 alone) stays so.
     """
     if a.shape[1] == b.shape[1]:
-        return a, b
+        own = [x if x.t().is_contiguous() else x.contiguous() for x in (a, b)]
+        return own[0], own[1]
     wide = max(a.shape[1], b.shape[1])
     return _padded(a, wide), _padded(b, wide)
 

@@ -94,6 +94,11 @@ def _snippet(asm, values):
             zero = np.zeros_like(at, dtype=np.int32)
             found.append(_memory().load(at, mask, zero, np.dtype(np.int32)))
         return found
+    if "ld.global.b16" in asm or "ld.global.b32" in asm:
+        kind = np.dtype(np.int16 if "b16" in asm else np.int32)
+        at, mask = data[0].astype(np.uint64), data[1] != 0
+        word = _memory().load(at, mask, np.zeros(at.shape, kind), kind).astype(np.int32)
+        return [word << 16 if kind.itemsize == 2 else word]
     if "st.global.v4" in asm:
         for part in range(4):
             at = data[0].astype(np.uint64) + np.uint64(4 * part)

@@ -61,9 +61,9 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 places = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
-def each(*few):
-    """Some specs on a CPU, all on a GPU."""
-    on_gpu = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SPECS]
+def each(*few, gpu=tuple(SPECS)):
+    """Some specs on a CPU, all on a GPU or those that are named: each is compiled, for seconds."""
+    on_gpu = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in gpu]
     return pytest.mark.parametrize(("name", "device"), [(name, "cpu") for name in few] + on_gpu)
 
 
@@ -127,7 +127,7 @@ def test_every_kind_of_data(name, columns, place):
 
 
 @each_direction
-@each("mxfp8", "fp8")
+@each("mxfp8", "fp8", gpu=("mxfp8", "fp8 tile", "rht128"))
 def test_fp32_input(name, columns, place):
     x = cases.make_input("student_t3", (33, 140), 3, torch.float32)
     compare(x, SPECS[name], place, columns=columns)
@@ -151,7 +151,7 @@ def test_not_finite(name, columns, place):
 
 
 @each_direction
-@each("mxfp4 sr", "rht32 sr")
+@each("mxfp4 sr", "rht32 sr", gpu=("mxfp4 rht sr", "eden rht128"))
 def test_origin_signs_and_keys(name, columns, place):
     spec, x = SPECS[name], cases.make_input("outliers", (130, 64), 4)
     options = {"origin": (2**31 + 48, 4096), "amax": torch.tensor(7.25), "columns": columns}
@@ -168,18 +168,23 @@ def test_origin_signs_and_keys(name, columns, place):
     assert_bitwise_equal(again.scales, got.scales, "key on the device, scales")
 
 
-@places
 @each_direction
-@pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_decoded_forms(form, columns, place):
-    spec = SPECS["eden rht128" if place.type == "cuda" else "rht32 sr"]
-    x = cases.make_input("laplace", (130, 40), 4)
-    options = {"columns": columns, "key": KEY}
-    want = quantize(x, spec, implementation="reference", **options).decoded(form)
-    got = quantize_decoded(x.to(place), spec, form, implementation="triton_wide", **options)
-    assert got.shape == want.shape
-    for left, right in ((got.data.cpu(), want.data), (got.amax.cpu(), want.amax)):
-        assert_bitwise_equal(left, right, form)
+@each(
+    "rht32 sr", "mxfp8 e5m2", "mxfp8 tile", "mxfp4 sr", "fp8",
+    gpu=("rht128", "eden rht128", "mxfp8", "mxfp8 e5m2", "mxfp4 tile", "mxfp4 rht sr", "fp8 tile"),
+)  # fmt: skip
+def test_decoded_forms(name, columns, place):
+    spec, options = SPECS[name], {"columns": columns, "key": KEY}
+    for kind in ("laplace", "wide"):
+        x = cases.make_input(kind, (130, 40), 4)
+        for form in spec.decoded_forms:
+            want = quantize(x, spec, implementation="reference", **options).decoded(form)
+            made = quantize_decoded(
+                x.to(place), spec, form, implementation="triton_wide", **options
+            )
+            assert made.shape == want.shape
+            for left, right in ((made.data.cpu(), want.data), (made.amax.cpu(), want.amax)):
+                assert_bitwise_equal(left, right, form)
 
 
 @each_direction
@@ -222,7 +227,7 @@ def test_what_codes_stand_for(name, place):
 
 @pytest.mark.gpu
 @each_direction
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4 rht sr", "fp8", "eden rht128"])
 def test_in_a_graph(name, columns):
     """Recorded once, replayed on other values: bytes are those of a call."""
     spec, x = SPECS[name], cases.make_input("gaussian", (256, 640), 1).cuda()
