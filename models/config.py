@@ -13,10 +13,12 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from fused_ops.errors import ConfigError
-from models.config_checks import layout_problems, read_megatron
+from models.config_checks import layout_problems
+from models.megatron_fields import read_megatron
 from models.pattern import Pattern, parse_pattern, pattern_problems, stage_problems
 from models.presets import get_preset, merge_preset
 from models.rotary import RopeScaling, note_concentration
+from models.shape_checks import shape_problems, take_counts
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -95,7 +97,8 @@ class ParallelConfig:
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int) -> int:
     """Rows of the embedding: vocab_size, padded."""
-    return -(-vocab_size // model.make_vocab_size_divisible_by) * model.make_vocab_size_divisible_by
+    multiple = max(model.make_vocab_size_divisible_by, 1)  # less is a problem by itself
+    return -(-vocab_size // multiple) * multiple
 
 
 def model_problems(
@@ -105,9 +108,12 @@ def model_problems(
     values, problems = read_megatron(model.megatron, multi_latent="+" in model.pattern)
     vocab_size = vocab_size or model.vocab_size
     broken = pattern_problems(model.pattern)
-    problems += broken
+    counts = take_counts(values)
+    problems += counts + broken
     if not broken:
         pattern = parse_pattern(model.pattern)
+        if not counts:
+            problems += shape_problems(pattern, values, rotary=model.position_embedding == "rope")
         stages = (parallel.pipeline_model_parallel_size, parallel.virtual)
         problems += stage_problems(pattern, *stages)
         problems += layout_problems(
@@ -117,17 +123,53 @@ def model_problems(
             seq_length=model.seq_length,
             padded_vocab=padded_vocab_size(model, vocab_size) if vocab_size else None,
         )
-    tp, query_groups = parallel.tensor_model_parallel_size, values.get("num_query_groups")
-    if model.qk_norm_over == "all_heads" and query_groups and query_groups % tp:
-        problems.append(
-            f"model.qk_norm_over all_heads needs num_query_groups ({query_groups}) to be a "
-            f"multiple of tensor_model_parallel_size {tp}; use fewer tensor-parallel processes"
-        )
+    if model.qk_norm_over == "all_heads":
+        problems += _all_heads_problems(values, parallel.tensor_model_parallel_size)
+    if model.rope_scaling is not None:
+        problems += _scaling_problems(model)
     for name in ("seq_length", "make_vocab_size_divisible_by", "vocab_size"):
         value = getattr(model, name)
         if value is not None and value < 1:
             problems.append(f"model.{name} must be at least 1, got {value}")
+    if not 0 < model.rotary_percent <= 1:
+        problems.append(
+            f"model.rotary_percent is a share of each head, above 0 and at most 1; got "
+            f"{model.rotary_percent}; position_embedding none rotates nothing"
+        )
     return problems
+
+
+def _all_heads_problems(values: dict[str, Any], tp: int) -> list[str]:
+    problems, groups = [], values.get("num_query_groups")
+    if groups and groups % tp:
+        problems.append(
+            f"model.qk_norm_over all_heads needs num_query_groups ({groups}) to be a multiple of "
+            f"tensor_model_parallel_size {tp}; use fewer tensor-parallel processes"
+        )
+    if not values.get("qk_layernorm"):
+        problems.append("model.qk_norm_over all_heads needs model.megatron.qk_layernorm; set it")
+    if values.get("normalization", "RMSNorm") != "RMSNorm" or values.get(
+        "layernorm_zero_centered_gamma"
+    ):
+        problems.append(
+            "model.qk_norm_over all_heads is a plain RMSNorm; remove normalization and "
+            "layernorm_zero_centered_gamma, or normalize each head"
+        )
+    return problems
+
+
+def _scaling_problems(model: ModelConfig) -> list[str]:
+    if "+" in model.pattern:
+        return [
+            "model.rope_scaling does not reach multi-latent attention; set rope_type yarn, "
+            "rotary_scaling_factor and original_max_position_embeddings of model.megatron"
+        ]
+    if model.position_embedding == "none" or "*" not in model.pattern:
+        return [
+            "model.rope_scaling has nothing to stretch: no layer of this model rotates queries and "
+            "keys; remove it, or set position_embedding to rope"
+        ]
+    return []
 
 
 def transformer_config(

@@ -1,165 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the `model` and `parallel` sections: each gives rule, value and remedy."""
+"""Whether a model can be laid over processes as `parallel` says: rule, value and remedy of each."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib.util
-import typing
 from typing import TYPE_CHECKING, Any
 
-import torch
-from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-
 from models.pattern import Pattern
+from models.shape_checks import divisors, feed_forward_width
 
 if TYPE_CHECKING:
     from models.config import ParallelConfig
-
-ACTIVATIONS = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "relu": torch.nn.functional.relu,
-    "squared_relu": squared_relu,
-    "quick_gelu": quick_gelu,
-}
-
-_ELSEWHERE = {
-    "num_layers": "model.pattern has one symbol for each layer",
-    "mtp_num_layers": "model.pattern says it after '/'",
-    "is_hybrid_model": "every model here is one",
-    "moe_layer_freq": "model.pattern places the layers of experts",
-    "pipeline_model_parallel_layout": "model.pattern cuts stages with '|'",
-    "num_layers_in_first_pipeline_stage": "model.pattern cuts stages with '|'",
-    "num_layers_in_last_pipeline_stage": "model.pattern cuts stages with '|'",
-    "params_dtype": "set train.dtype",
-    "pipeline_dtype": "set train.dtype",
-    "autocast_dtype": "set train.dtype",
-    "bf16": "set train.dtype",
-    "fp16": "set train.dtype",
-    "deterministic_mode": "set train.deterministic",
-    "calculate_per_token_loss": "the training loop decides it",
-    "init_method_std": "set model.init_std",
-    "rotary_base": "set model.rotary_base",
-    "rotary_percent": "set model.rotary_percent",
-    "transformer_impl": "precision.backend decides it",
-    "quant_recipe": "precision.rules decide it",
-    "overlap_p2p_comm": "it follows from the pipeline schedule",
-    "batch_p2p_comm": "it follows from the pipeline schedule",
-    "attention_backend": "core attention is PyTorch's",
-}
-_NEEDS_MORE = (
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-    "memory_efficient_layer_norm",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "fused_single_qkv_rope",
-    "fused_residual_rmsnorm",
-    "tp_comm_overlap",
-    "use_transformer_engine_op_fuser",
-    "use_te_activation_func",
-    "use_te_rng_tracker",
-    "use_kitchen",
-    "use_grouped_gemm_for_shared_expert",
-    "use_grouped_gemm_for_dense_mlp",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "moe_single_grouped_weight",
-    "moe_single_grouped_bias",
-    "cross_entropy_loss_fusion",
-    "mla_down_proj_fusion",
-    "delay_wgrad_compute",
-    "defer_embedding_wgrad_compute",
-    "use_cpu_initialization",
-    "cpu_offloading",
-    "moe_router_padding_for_quantization",
-    "moe_router_padding_for_fp8",
-)
-
-
-def read_megatron(
-    given: dict[str, Any], *, multi_latent: bool = False
-) -> tuple[dict[str, Any], list[str]]:
-    """Values of `model.megatron` in the types of the dataclass, and every problem with them."""
-    kind = MLATransformerConfig if multi_latent else TransformerConfig
-    names = {f.name for f in dataclasses.fields(kind) if not f.name.startswith("_")}
-    hints = typing.get_type_hints(kind)
-    values, problems = {}, []
-    for key, value in given.items():
-        problem = _name_problem(key, value, names, multi_latent)
-        if problem is None:
-            values[key], problem = _convert(key, value, hints.get(key, Any))
-        if problem is not None:
-            problems.append(problem)
-    return values, problems
-
-
-def _name_problem(key: str, value: Any, names: set[str], multi_latent: bool) -> str | None:
-    where = f"model.megatron.{key}"
-    if key.startswith(("fp8", "fp4", "first_last_layers_bf16")) or key.endswith("_in_bf16"):
-        return (
-            f"{where} has no effect without Transformer Engine's layers: megatron-core would train "
-            "in BF16 and say nothing; set `precision` instead"
-        )
-    if key == "multi_latent_attention":
-        if bool(value) != multi_latent:
-            return f"{where} is {value}, but model.pattern decides it: '+' is such a layer"
-        return None
-    if key == "moe_grouped_gemm":
-        return None if value else f"{where} is always true: the experts of a layer are one GEMM"
-    if key in _ELSEWHERE:
-        return f"{where} is not set here: {_ELSEWHERE[key]}"
-    if key not in names:
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-        return f"{where} is no field of megatron-core's {_config_name(multi_latent)}" + (
-            f"; did you mean {near[0]}?" if near else ""
-        )
-    if key.endswith(("parallel_size", "sequence_parallel")):
-        return f"{where} is not set here: set parallel.{key}"
-    if key in _NEEDS_MORE and value:
-        return f"{where} needs layers of Transformer Engine or apex, which are not used; remove it"
-    if key == "moe_token_dispatcher_type" and value == "flex" and not _has_flex():
-        return (
-            f"{where}: flex needs the package deep_ep, which is not installed; use alltoall (or "
-            "allgather)"
-        )
-    if key == "recompute_modules" and (broken := sorted({"moe_act", "layernorm"} & set(value))):
-        return (
-            f"{where}: {', '.join(broken)} cannot be recomputed without Transformer Engine; choose "
-            "from core_attn, mlp, moe, shared_experts, mla_up_proj"
-        )
-    if key.endswith(("_func", "init_method")) and key != "activation_func":
-        return f"{where} is a function and cannot be set in a file"
-    return None
-
-
-def _has_flex() -> bool:
-    return importlib.util.find_spec("deep_ep") is not None
-
-
-def _convert(key: str, value: Any, hint: Any) -> tuple[Any, str | None]:
-    where = f"model.megatron.{key}"
-    if key == "activation_func":
-        if value in ACTIVATIONS:
-            return ACTIVATIONS[value], None
-        return None, f"{where} must be one of {', '.join(ACTIVATIONS)}; got {value!r}"
-    if key == "q_lora_rank":  # None is how megatron-core spells "no compression of queries"
-        hint = hint | None
-    try:
-        return TypeAdapter(hint).validate_python(value), None
-    except ValidationError as error:
-        return None, f"{where}: {error.errors()[0]['msg']}; got {value!r}"
-    except PydanticUserError:  # a type that only megatron-core can judge
-        return value, None
-
-
-def _config_name(multi_latent: bool) -> str:
-    return "MLATransformerConfig" if multi_latent else "TransformerConfig"
 
 
 def layout_problems(
@@ -175,14 +26,15 @@ def layout_problems(
     if problems:
         return problems
     problems += _sequence(parallel, seq_length)
-    problems += _needed(pattern, values)
     tp = parallel.tensor_model_parallel_size
     if padded_vocab is not None:
         problems += _divides("padded vocabulary", padded_vocab, tp, "make_vocab_size_divisible_by")
     if pattern.has("*") or pattern.has("+"):
         problems += _attention(values, tp)
-    if pattern.has("-") and values.get("ffn_hidden_size"):
-        problems += _divides("ffn_hidden_size", values["ffn_hidden_size"], tp, "ffn_hidden_size")
+    if pattern.has("+"):
+        problems += _latent_attention(values, tp)
+    if pattern.has("-"):
+        problems += _divides("ffn_hidden_size", feed_forward_width(values), tp, "ffn_hidden_size")
     if pattern.has("E"):
         problems += _experts(values, parallel)
     elif parallel.expert_model_parallel_size > 1:
@@ -236,23 +88,6 @@ def _sequence(parallel: ParallelConfig, seq_length: int) -> list[str]:
     ]
 
 
-def _needed(pattern: Pattern, values: dict[str, Any]) -> list[str]:
-    problems = []
-    if not values.get("hidden_size"):
-        problems.append("model.megatron.hidden_size is needed: the width of the residual stream")
-    if (pattern.has("*") or pattern.has("+")) and not values.get("num_attention_heads"):
-        problems.append("model.megatron.num_attention_heads is needed for attention layers")
-    experts = values.get("num_moe_experts")
-    if pattern.has("E") and not experts:
-        problems.append("model.megatron.num_moe_experts is needed for layers of experts (E)")
-    if experts and not pattern.has("E"):
-        problems.append(
-            f"model.megatron.num_moe_experts is {experts}, but model.pattern has no layer of "
-            "experts; add E layers or remove it"
-        )
-    return problems
-
-
 def _divides(name: str, value: int, by: int, remedy: str) -> list[str]:
     if value % by == 0:
         return []
@@ -273,20 +108,9 @@ def _attention(values: dict[str, Any], tp: int) -> list[str]:
     if not heads:
         return []
     problems = _divides("num_attention_heads", heads, tp, "num_attention_heads")
-    if "q_lora_rank" in values and values["q_lora_rank"] is None and values.get("qk_layernorm"):
-        problems.append(
-            "qk_layernorm without compressed queries (q_lora_rank null) needs a fused layer of "
-            "Transformer Engine; set q_lora_rank, or qk_layernorm to false"
-        )
     groups = values.get("num_query_groups") or heads
-    if heads % groups:
-        near = min(_divisors(heads), key=lambda n: abs(n - groups))
-        problems.append(
-            f"num_attention_heads {heads} must be a multiple of num_query_groups {groups}; the "
-            f"nearest divisor is {near}"
-        )
     if groups % tp and tp % groups:
-        near = min(_divisors(groups), key=lambda n: abs(n - tp))
+        near = min(divisors(groups), key=lambda n: abs(n - tp))
         problems.append(
             f"num_query_groups {groups} must be a multiple or a divisor of "
             f"tensor_model_parallel_size {tp}; the nearest such size is {near}"
@@ -294,33 +118,38 @@ def _attention(values: dict[str, Any], tp: int) -> list[str]:
     return problems
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _latent_attention(values: dict[str, Any], tp: int) -> list[str]:
+    """Both down projections are cut over the processes along what they compress to."""
+    queries, keys = values.get("q_lora_rank", 512), values.get("kv_lora_rank", 512)
+    rotated = values.get("qk_pos_emb_head_dim", 64)
+    problems = [] if queries is None else _divides("q_lora_rank", queries, tp, "q_lora_rank")
+    if (keys + rotated) % tp:
+        problems.append(
+            f"kv_lora_rank + qk_pos_emb_head_dim ({keys} + {rotated}) must be a multiple of the "
+            f"{tp} processes that share it; the next sum is {above_and_below(keys + rotated, tp)}: "
+            "change kv_lora_rank"
+        )
+    return problems
 
 
 def _experts(values: dict[str, Any], parallel: ParallelConfig) -> list[str]:
-    experts, topk = values.get("num_moe_experts") or 0, values.get("moe_router_topk", 2)
-    ep = parallel.expert_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+    experts = values.get("num_moe_experts") or 0
     problems = _divides("num_moe_experts", experts, ep, "num_moe_experts")
-    if experts and topk > experts:
-        problems.append(
-            f"moe_router_topk {topk} is more than num_moe_experts {experts}; {experts} is the most"
-        )
-    width = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
-    if width:
-        problems += _divides("moe_ffn_hidden_size", width, etp, "moe_ffn_hidden_size")
-    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+    width = values.get("moe_ffn_hidden_size") or feed_forward_width(values)
+    problems += _divides("moe_ffn_hidden_size", width, etp, "moe_ffn_hidden_size")
+    name = "moe_shared_expert_intermediate_size"
+    problems += _divides(name, values.get(name) or 0, tp, name)
+    if tp > 1 and not parallel.sequence_parallel:
         problems.append(
             "layers of experts with tensor parallelism need parallel.sequence_parallel; set it to "
             "true"
         )
-    if values.get("moe_router_enable_expert_bias") and (
-        values.get("moe_router_score_function", "softmax") == "softmax"
-    ):
+    if values.get("add_bias_linear") and etp > 1:
         problems.append(
-            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid (or "
-            "sqrtsoftplus): a bias on softmax scores would not be a change of choice only"
+            f"biases of experts (add_bias_linear) do not go with expert tensor parallelism of {etp}"
+            "; set parallel.expert_tensor_parallel_size to 1, or add_bias_linear to false"
         )
     return problems
 
@@ -339,7 +168,7 @@ def _mamba(values: dict[str, Any], tp: int, cp: int) -> list[str]:
     problems = _divides("mamba heads", heads, tp * cp, "mamba_num_heads")
     problems += _divides("mamba_num_groups", groups, tp, "mamba_num_groups")
     if groups and heads % groups:
-        near = min(_divisors(heads), key=lambda n: abs(n - groups))
+        near = min(divisors(heads), key=lambda n: abs(n - groups))
         problems.append(
             f"mamba heads ({heads}) must be a multiple of mamba_num_groups {groups}; the nearest "
             f"divisor is {near}"

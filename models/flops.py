@@ -3,15 +3,17 @@
 
 FLOPs are those of the model, not of an implementation: two a multiply-add; the backward pass costs
 twice the forward; recomputation, norms, activations, softmax and the optimizer count nothing;
-causal attention sees (seq_length + 1) / 2 tokens on average. The Mamba-2 scan counts its
-recurrence: decay, update and read-out of a state of `inner x d_state`, five FLOPs an element,
-whatever the chunked kernel really spends. MFU divides by the dense BF16 peak, in every precision,
-so that runs compare.
+causal attention sees (seq_length + 1) / 2 tokens on average, a sliding window those in it. The
+Mamba-2 scan counts its recurrence: decay, update and read-out of a state of `inner x d_state`, five
+FLOPs an element, whatever the chunked kernel really spends. MFU divides by the dense BF16 peak, in
+every precision, so that runs compare.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
+
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from models.gemms import GemmShape, gemm_modules, mamba_inner
 from models.pattern import parse_pattern
@@ -124,9 +126,17 @@ def head_norms(config: Any) -> int:
     return (config.num_attention_heads + groups) * config.kv_channels * each
 
 
+def sinks(config: Any) -> int:
+    """Elements of the sinks of one attention layer: a logit for each head."""
+    learnable = getattr(config, "softmax_type", "vanilla") == "learnable"
+    return config.num_attention_heads if learnable else 0
+
+
 def _small_parameters(config: Any, symbol: str, norm: int) -> dict[str, int]:
     """What a layer has besides its linear layers."""
     parts = {"norms": norm}
+    if symbol in "*+":
+        parts["attention"] = sinks(config)
     if symbol == "*" and config.qk_layernorm:
         parts["norms"] += head_norms(config)
     elif symbol == "+" and config.qk_layernorm:
@@ -155,13 +165,12 @@ def fixed_parts(shape: ModelShape, *, causal: bool = True) -> list[FixedPart]:
     config, parsed = shape.config, parse_pattern(shape.pattern)
     symbols = parsed.layers + parsed.mtp * parsed.mtp_depths
     hidden = config.hidden_size
-    context = (shape.seq_length + 1) / 2 if causal else shape.seq_length
     parts = [FixedPart(name="embedding", reason="a table, not a product")]
-    if layers := symbols.count("*") + symbols.count("+"):
+    if symbols.count("*") + symbols.count("+"):
         width = 2 * config.kv_channels
         if "+" in symbols:
             width = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
-        flops = 2 * context * config.num_attention_heads * width * layers
+        flops = 2 * _tokens_seen(shape, causal) * config.num_attention_heads * width
         reason = "softmax and the products around it"
         parts.append(FixedPart(name="self_attention.core_attention", reason=reason, flops=flops))
     if layers := symbols.count("E"):
@@ -194,6 +203,25 @@ def fixed_parts(shape: ModelShape, *, causal: bool = True) -> list[FixedPart]:
     head = 2.0 * hidden * shape.vocab_size * (1 + parsed.mtp_depths)
     parts.append(FixedPart(name="output_layer", reason="logits decide the loss", flops=head))
     return parts
+
+
+def _tokens_seen(shape: ModelShape, causal: bool) -> float:
+    """Keys that a token multiplies with on average, summed over the attention layers."""
+    config, parsed, length = shape.config, parse_pattern(shape.pattern), shape.seq_length
+    window = getattr(config, "window_size", None)
+    total = 0.0
+    for layers in [parsed.layers] + [parsed.mtp] * parsed.mtp_depths:
+        for number, symbol in enumerate(layers, 1):
+            if symbol not in "*+":
+                continue
+            if not causal:
+                total += length
+            elif window and is_layer_window_attention(window, config.window_attn_skip_freq, number):
+                most = min(window[0] + 1, length)
+                total += most - most * (most - 1) / (2 * length)
+            else:
+                total += (length + 1) / 2
+    return total
 
 
 def flops_per_token(shape: ModelShape, *, causal: bool = True) -> dict[str, float]:

@@ -148,6 +148,7 @@ def _experts(config: Any) -> list[_Shape]:
     latent = config.moe_latent_size
     width = latent or hidden
     routed = {"copies": config.num_moe_experts, "calls": config.moe_router_topk}
+    routed["bias"] = config.add_bias_linear
     shapes: list[_Shape] = []
     if latent:
         shapes.append(("mlp.fc1_latent_proj", hidden, latent, {}))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.config import ParallelConfig
-from models.flops import MAMBA_CONV, ModelShape, head_norms
+from models.flops import MAMBA_CONV, ModelShape, head_norms, sinks
 from models.gemms import GemmShape, mamba_inner
 from models.pattern import parse_pattern, staged_pattern
 
@@ -123,13 +123,15 @@ def local_elements(module: GemmShape, parallel: ParallelConfig) -> int:
 def _small(config: Any, symbol: str, norm: int, tp: int) -> tuple[int, int]:
     """(elements in the dtype of the run, elements kept FP32) besides linear layers."""
     count, kept = norm, 0
+    if symbol in "*+":
+        count += sinks(config) // tp
     if symbol == "*" and config.qk_layernorm:
         whole = getattr(config, "qk_norm_over", "head") != "head"  # over heads, which are cut
         count += head_norms(config) // (tp if whole else 1)
     elif symbol == "+" and config.qk_layernorm:
         count += config.kv_lora_rank + (config.q_lora_rank or 0)
     elif symbol == "E":
-        count += config.num_moe_experts * config.hidden_size
+        count += config.num_moe_experts * (config.hidden_size + int(config.add_bias_linear))
         if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size:
             count += config.hidden_size
     elif symbol == "M":

@@ -54,7 +54,7 @@ class ResidualNorm(Norm):
     """The norm that starts a residual branch: it hands the residual on with its output.
 
     megatron-core's transformer layers accept such a pair. (Its recomputation of norms would not: it
-    would free the residual with the output. `models.config_checks` refuses it.)
+    would free the residual with the output. `models.megatron_fields` refuses it.)
     """
 
     def forward(self, x: Tensor) -> Any:

@@ -2,6 +2,7 @@
 """The model and parallel sections: what is built from them, and every problem at once."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from models.config import (
     padded_vocab_size,
     transformer_config,
 )
+from models.megatron_fields import _default, read_megatron
 from models.pattern import parse_pattern, pattern_problems, staged_pattern
 from models.presets import preset_names
+from tests.models import toy
 from tests.models.toy import megatron_fields
+
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SCALING = {"type": "linear", "factor": 4.0}
 
 
 def model(pattern="*-", **changes):
@@ -104,6 +110,14 @@ def test_unknown_key_names_the_nearest():
         ("activation_func", "tanh", "silu, gelu, relu, squared_relu, quick_gelu; got 'tanh'"),
         ("hidden_size", "wide", "valid integer"),
         ("recompute_modules", ["moe_act", "mlp"], "moe_act cannot be recomputed"),
+        ("recompute_modules", 3, "valid list"),
+        ("qk_clip", True, "would change nothing here"),
+        ("cp_comm_type", "a2a", "would change nothing here"),
+        ("apply_residual_connection_post_layernorm", True, "would change nothing here"),
+        ("use_mup", True, "learning rates too"),
+        ("heterogeneous_block_specs", True, "one symbol for each layer"),
+        ("cuda_graph_impl", "local", "train.cuda_graph_impl decides it"),
+        ("moe_enable_deepep", True, "moe_token_dispatcher_type"),
         ("multi_latent_attention", True, "'+' is such a layer"),
     ],
 )
@@ -111,6 +125,78 @@ def test_refused_fields(key, value, says):
     fields = {**megatron_fields("*-"), key: value}
     problems = model_problems(ModelConfig(pattern="*-", megatron=fields), ParallelConfig())
     assert any(f"model.megatron.{key}" in p and says in p for p in problems), problems
+
+
+def test_defaults_of_fields_that_change_nothing_are_no_problem():
+    fields = {"qk_clip": False, "tp_comm_overlap_ag": True, "cuda_graph_impl": "none"}
+    assert model_problems(model(**fields), ParallelConfig()) == []
+
+
+# Read where a toy on one process does not come by: pipelines, YaRN, dispatchers of other packages,
+# and what megatron-core's __post_init__ turns into other fields.
+READ_ELSEWHERE = {
+    "batch_p2p_sync", "microbatch_group_size_per_vp_stage", "variable_seq_lengths",
+    "num_microbatches_with_partial_activation_checkpoints", "overlap_p2p_comm_warmup_flush",
+    "beta_fast", "beta_slow", "mscale", "original_max_position_embeddings",
+    "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms",
+    "moe_permute_fusion_into_hybridep", "moe_router_topk_limited_devices", "moe_layer_recompute",
+    "disable_bf16_reduced_precision_matmul", "embedding_init_method_std",
+    "moe_router_quantile_balancing_ema", "clone_scatter_output_in_embedding",
+    "moe_pad_experts_for_cuda_graph_inference", "moe_grouped_gemm",
+    # of use with settings that are refused
+    "disable_parameter_transpose_cache", "nccl_all_reduce_for_prefill", "offload_modules",
+    "use_inference_optimized_layers", "min_offloaded_tensor_size", "activation_offload_fraction",
+    "delay_offload_until_cuda_graph", "delta_offload_bytes_across_pp_ranks",
+    "fine_grained_offloading_max_inflight_offloads",
+}  # fmt: skip
+TOYS = (
+    ("M-*E", {"qk_layernorm": True, "moe_shared_expert_intermediate_size": 32}),
+    ("+E/+-", {"qk_layernorm": True, "moe_latent_size": 32}),
+    ("*E", {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+    ("*E", {"moe_token_dispatcher_type": "allgather", "moe_expert_capacity_factor": 1.0}),
+    ("*-", {"window_size": [4, 0], "hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    (
+        "*-",
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
+        },
+    ),
+    ("*-", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+)
+
+
+def test_every_field_that_is_accepted_is_read(monkeypatch):
+    """A field that nothing reads is refused: a run that sets it would train something else."""
+    names = {f.name for f in dataclasses.fields(MLATransformerConfig)}
+    read = set()
+
+    def note(self, name):
+        if name in names:
+            caller = sys._getframe(1).f_code.co_filename
+            if not caller.endswith(("_config.py", "copy.py", "dataclasses.py")):
+                read.add(name)
+        return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(TransformerConfig, "__getattribute__", note, raising=False)
+    for pattern, fields in TOYS:
+        chunks, config = toy.make(pattern, **fields)
+        toy.step(chunks, config)
+    monkeypatch.undo()
+    left = [name for name in names - read - READ_ELSEWHERE if not name.startswith("_")]
+    values = (True, False, 3, 0.25, "local", ["x"], [1, 2])
+    accepted = {
+        name
+        for name in left
+        if not name.startswith(("moe_hybridep_", "moe_ncclep_"))  # packages of other dispatchers
+        for value in values
+        if value != _default(name, True)
+        and type(value) is type(_default(name, True) or value)
+        and not read_megatron({name: value}, multi_latent=True)[1]
+    }
+    assert "qk_clip" in left, "what is refused is not read"
+    assert not accepted, "\n".join(sorted(accepted))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +259,42 @@ def test_stages():
         ("M", {}, {"context_parallel_size": 16}, "mamba heads (8)"),
         ("-", {"vocab_size": 100}, {"tensor_model_parallel_size": 3}, "padded vocabulary (128)"),
         ("+-", {"q_lora_rank": None, "qk_layernorm": True}, {}, "q_lora_rank"),
+        ("+", {"q_lora_rank": 33}, {"tensor_model_parallel_size": 2}, "q_lora_rank (33)"),
+        ("+", {"kv_lora_rank": 17}, {"tensor_model_parallel_size": 2}, "(17 + 8) must be a mult"),
+        ("+", {"qk_pos_emb_head_dim": 7}, {}, "qk_pos_emb_head_dim (7) must be even"),
+        ("+", {"add_qkv_bias": True}, {}, "add_qkv_bias has no meaning"),
+        (
+            "-",
+            {"ffn_hidden_size": None},
+            {"tensor_model_parallel_size": 3},
+            "ffn_hidden_size (256)",
+        ),
+        ("E", {"moe_shared_expert_intermediate_size": 33}, TP2SP, "intermediate_size (33) must"),
+        ("E", {"add_bias_linear": True}, TP2SP, "expert tensor parallelism of 2"),
+        ("E", {"add_bias_linear": True, "moe_latent_size": 8}, {}, "not go with moe_latent_size"),
+        (
+            "E",
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 32},
+            {},
+            "does not go with moe_shared_expert",
+        ),
+        ("E", {"moe_router_load_balancing_type": "aux"}, {}, "must be one of aux_loss,"),
+        ("E", {"moe_router_load_balancing_type": "sinkhorn"}, {}, "balances without a loss"),
+        ("E", {"moe_router_num_groups": 2}, {}, "go together; got 2 and None"),
+        (
+            "E",
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
+            {},
+            "more than the 1 experts of moe_router_group_topk 1",
+        ),
+        ("E", {"moe_router_topk": 0}, {}, "moe_router_topk must be at least 1, got 0"),
+        ("*", {"num_query_groups": 0}, {}, "num_query_groups must be at least 1, got 0"),
+        ("*", {"hidden_size": -64}, {}, "hidden_size must be at least 1, got -64"),
+        ("M", {"mamba_head_dim": 0}, {}, "mamba_head_dim must be at least 1, got 0"),
+        ("*", {"kv_channels": 15}, {}, "kv_channels (15) must be even"),
+        ("*", {"hidden_size": 66}, {}, "set kv_channels, such as 16"),
+        ("*", {"softmax_type": "off-by-one"}, {}, "'off-by-one' is not built"),
+        ("*", {"window_size": [3, 2]}, {}, "use [3, 0]"),
     ],
 )
 def test_layouts_that_cannot_work(pattern, changes, layout, says):
@@ -197,6 +319,26 @@ def test_all_problems_at_once():
     with pytest.raises(ConfigError) as error:
         transformer_config(section, ParallelConfig())
     assert len(error.value.problems) == 4, error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("pattern", "section", "fields", "says"),
+    [
+        ("+-", {"rope_scaling": SCALING}, {}, "does not reach multi-latent attention"),
+        ("*-", {"rope_scaling": SCALING, "position_embedding": "none"}, {}, "nothing to stretch"),
+        ("*-", {"qk_norm_over": "all_heads"}, {}, "needs model.megatron.qk_layernorm"),
+        (
+            "*-",
+            {"qk_norm_over": "all_heads"},
+            {"qk_layernorm": True, "normalization": "LayerNorm"},
+            "is a plain RMSNorm",
+        ),
+        ("*-", {"make_vocab_size_divisible_by": 0, "vocab_size": 9}, {}, "at least 1, got 0"),
+        ("*-", {"rotary_percent": 1.5}, {}, "rotary_percent is a share"),
+    ],
+)
+def test_settings_that_would_be_lost(pattern, section, fields, says):
+    only(model_problems(model(pattern, **section, **fields), ParallelConfig()), says)
 
 
 def test_megatron_core_s_own_refusals_are_config_errors():

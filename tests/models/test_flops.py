@@ -27,6 +27,9 @@ KINDS = {
     ),
     "biases": ("*-", {"add_bias_linear": True}),
     "bias of QKV": ("*-", {"add_qkv_bias": True}),
+    "biases of experts and router": ("*E", {"add_bias_linear": True}),
+    "sinks": ("*-*-/*-", {"softmax_type": "learnable"}),
+    "sinks of MLA": ("+-", {"softmax_type": "learnable"}),
     "experts, shared expert": ("*E*E", SHARED),
     "experts, gate of the shared expert": ("*E", SHARED | {"moe_shared_expert_gate": True}),
     "latent experts": ("*E", SHARED | {"moe_latent_size": 32}),
@@ -108,6 +111,22 @@ def test_causal_attention_counts_what_the_mask_keeps():
     whole = flops_per_token(shape, causal=False)["core_attention"]
     kept = sum(range(1, toy.SEQ + 1)) / toy.SEQ**2
     assert flops_per_token(shape)["core_attention"] == pytest.approx(kept * whole, rel=1e-12)
+
+
+@pytest.mark.parametrize(("window", "every"), [(5, None), (5, 2), (1000, None)])
+def test_a_window_counts_what_it_keeps(window, every):
+    fields = {"window_size": [window, 0], "window_attn_skip_freq": every}
+    shape, plain = (model_shape(section("*-*-*-", f)) for f in (fields, {}))
+    positions = range(toy.SEQ)
+    kept = sum(min(i + 1, window + 1) for i in positions), sum(i + 1 for i in positions)
+    # layers 1, 3 and 5 of the pattern: every second one is 2, 4, 6
+    share = kept[0] / kept[1]
+    found = flops_per_token(shape)["core_attention"] / flops_per_token(plain)["core_attention"]
+    assert found == pytest.approx(share, rel=1e-12)
+    if every:
+        moved = model_shape(section("-*-*-*", fields))
+        whole = flops_per_token(model_shape(section("-*-*-*", {})))["core_attention"]
+        assert flops_per_token(moved)["core_attention"] == whole
 
 
 def test_closed_form_of_a_dense_transformer():

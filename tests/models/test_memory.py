@@ -23,6 +23,7 @@ KINDS = [
     ("M-*E", SHARED | {"moe_latent_size": 32}),
     ("+-+E", {"qk_layernorm": True}),
     ("*-/*E", {}),
+    ("*E", {"add_bias_linear": True, "softmax_type": "learnable"}),
     ("*-/*-/*-", {"mtp_use_repeated_layer": True}),
 ]
 
