@@ -48,7 +48,7 @@ class GemmRecipe:
     wgrad_x: OperandSpec = _BF16
     decode: str = "exact"
     """How a full-precision NVFP4 block scale reaches the cores: "exact" (code times scale in BF16)
-    or "fp8" (the product rounded to E4M3, for FP8 cores)."""
+    or "fp8" (the product rounded to E4M3, for FP8 cores); and on which cores FP8 blocks meet."""
 
     def __post_init__(self) -> None:
         problems = list(_recipe_problems(self))

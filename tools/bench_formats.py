@@ -87,15 +87,16 @@ def bench_products(rows: int, cols: int, inner: int) -> None:
     flops = 2 * rows * cols * inner
     base = median_us(lambda: a @ b.t())
     print(f"\n{rows} x {cols} x {inner}: torch BF16 {flops / base / 1e6:.0f} TFLOP/s")
-    for spec in DECODED:
+    for spec, decode in [(spec, "exact") for spec in DECODED] + [(DECODED[-1], "fp8")]:
         small = [quantize(t[:256], spec) for t in (a, b)]
         want = scaled_matmul(*small, out_dtype=torch.float32, implementation="reference")
-        got = scaled_matmul(*small, out_dtype=torch.float32)
-        assert_close(got, want, "bf16_core_sum", spec.label)
+        got = scaled_matmul(*small, out_dtype=torch.float32, decode=decode)
+        tolerance = "bf16_core_sum" if decode == "exact" else "fp8_core_full"
+        assert_close(got, want, tolerance, spec.label)
         x, y = quantize(a, spec), quantize(b, spec)
-        time = median_us(partial(scaled_matmul, x, y, out_dtype=torch.bfloat16))
+        time = median_us(partial(scaled_matmul, x, y, out_dtype=torch.bfloat16, decode=decode))
         print(
-            f"{spec.label:52} {time:8.1f} us {flops / time / 1e6:6.0f} TFLOP/s "
+            f"{spec.label + ', ' + decode:52} {time:8.1f} us {flops / time / 1e6:6.0f} TFLOP/s "
             f"{base / time:6.3f} x torch BF16"
         )
 

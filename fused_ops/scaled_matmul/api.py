@@ -7,10 +7,13 @@ from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import Choice, Implementation, Op, always
 from fused_ops.main_grad import Zeros
-from fused_ops.scaled_matmul import blockwise, custom, hopper, reference
+from fused_ops.scaled_matmul import blockwise, custom, hopper, reference, torch_blockwise
 from fused_ops.scaled_matmul.reference import Operand
 
 SCALED_MATMUL = Op("scaled_matmul")
+SCALED_MATMUL.register(
+    Implementation("torch_blockwise", torch_blockwise.scaled_matmul, torch_blockwise.supports)
+)
 SCALED_MATMUL.register(Implementation("hopper", hopper.scaled_matmul, hopper.supports))
 SCALED_MATMUL.register(Implementation("blockwise", blockwise.scaled_matmul, blockwise.supports))
 SCALED_MATMUL.register(Implementation("reference", reference.scaled_matmul, always))
@@ -46,7 +49,8 @@ def scaled_matmul(
             written without being read: beta 0, else 1.
         bias: [N], added in fp32 after alpha.
         decode: "exact", or "fp8": what E4M3 cannot hold of code * block scale is rounded to it
-            (NVFP4 with full-precision block scales only).
+            (NVFP4 with full-precision block scales), or FP8 blocks meet on FP8 cores, which align
+            products to fewer bits.
         row_block: take the product in GEMMs of this many rows, so that a row of the result does
             not depend on how many others there are; only the reference does that.
         implementation: name of one, or names in order of preference; a forced one never falls
