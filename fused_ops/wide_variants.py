@@ -39,6 +39,7 @@ def wide_variants() -> list[Variant]:
         "mxfp4 hadamard32 stochastic": {"ROTATION": 32, "STOCHASTIC": True},
         "fp8 1x128 pow2": fp8 | {"POW2": True},
         "fp8 128x128": fp8 | {"TILE": 128},
+        "hadamard128 of fp32": v2 | {"NUMERATOR": 2688.0, "BF16": False},
         "hadamard128 to bf16": v2 | {"NUMERATOR": 2688.0, "FORM": 2},
         "ms_eden hadamard128": v2 | {"NUMERATOR": 1536.0, "EDEN": True},
         "ms_eden hadamard128 to bf16": v2 | {"NUMERATOR": 1536.0, "EDEN": True, "FORM": 2},

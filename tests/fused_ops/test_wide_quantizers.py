@@ -56,7 +56,7 @@ SPECS = {
 }
 SHAPES = ((80, 272), (17, 33), (1, 1), (130, 250), (300, 640))
 # What the slow interpreter sees: each kind of arithmetic once.
-FEW = ("mxfp8", "mxfp8 e5m2", "mxfp4 tile", "mxfp4 rht sr", "fp8", "fp8 fp32 tile", "eden rht128")
+FEW = ("mxfp8", "mxfp4 tile", "mxfp4 rht sr", "fp8 fp32 tile", "eden rht128")
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 places = pytest.mark.parametrize("device", ["cpu", GPU])
 
@@ -127,21 +127,21 @@ def test_every_kind_of_data(name, columns, place):
 
 
 @each_direction
-@each("mxfp8", "fp8", gpu=("mxfp8", "fp8 tile", "rht128"))
+@each("mxfp8", gpu=("mxfp8", "fp8 tile", "rht128"))
 def test_fp32_input(name, columns, place):
     x = cases.make_input("student_t3", (33, 140), 3, torch.float32)
     compare(x, SPECS[name], place, columns=columns)
 
 
 @each_direction
-@each("mxfp8", "mxfp4 tile", "fp8 tile", "eden")
+@each("mxfp8", "fp8 tile", "eden")
 def test_not_finite(name, columns, place):
     """A block with Inf or NaN has the reference's scale, and leaves the codes of others alone."""
     spec = SPECS[name]
     for value in (float("nan"), float("inf")):
         x = cases.make_input("gaussian", (48, 140), 6)
         x[17, 33] = value
-        amax = torch.tensor(3.0) if spec.format == "nvfp4" else None
+        amax = torch.tensor(3.0) if spec.format == "nvfp4" and not spec.row_scaled else None
         got, want = compare(x, spec, place, columns=columns, check_codes=False, amax=amax)
         decoded = want.dequantize()
         good = torch.isfinite(decoded)
@@ -151,7 +151,7 @@ def test_not_finite(name, columns, place):
 
 
 @each_direction
-@each("mxfp4 sr", "rht32 sr", gpu=("mxfp4 rht sr", "eden rht128"))
+@each("mxfp4 sr", gpu=("mxfp4 rht sr", "eden rht128"))
 def test_origin_signs_and_keys(name, columns, place):
     spec, x = SPECS[name], cases.make_input("outliers", (130, 64), 4)
     options = {"origin": (2**31 + 48, 4096), "amax": torch.tensor(7.25), "columns": columns}
@@ -170,12 +170,12 @@ def test_origin_signs_and_keys(name, columns, place):
 
 @each_direction
 @each(
-    "rht32 sr", "mxfp8 e5m2", "mxfp8 tile", "mxfp4 sr", "fp8",
+    "rht32 sr", "mxfp8 e5m2", "mxfp4 sr", "fp8",
     gpu=("rht128", "eden rht128", "mxfp8", "mxfp8 e5m2", "mxfp4 tile", "mxfp4 rht sr", "fp8 tile"),
 )  # fmt: skip
 def test_decoded_forms(name, columns, place):
     spec, options = SPECS[name], {"columns": columns, "key": KEY}
-    for kind in ("laplace", "wide"):
+    for kind in ("wide",) if place.type == "cpu" else ("laplace", "wide"):
         x = cases.make_input(kind, (130, 40), 4)
         for form in spec.decoded_forms:
             want = quantize(x, spec, implementation="reference", **options).decoded(form)
