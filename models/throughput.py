@@ -188,8 +188,9 @@ def step_time(shape: ModelShape, each: TokenTime, device: Device, sizes: Any) ->
     ep = parallel.expert_model_parallel_size
     if ep > 1:
         routed = shape.pattern.count("E") * shape.config.moe_router_topk
+        width = shape.config.moe_latent_size or shape.config.hidden_size
         # Each token goes to its experts and comes back, forward and backward.
-        moved = 4 * routed * sizes.tokens / world * shape.config.hidden_size * 2 * (ep - 1) / ep
+        moved = 4 * routed * sizes.tokens / world * width * 2 * (ep - 1) / ep
         wire = device.node if ep * tp <= 8 else device.network
         parts["expert-parallel communication"] = moved / (wire.value * 1e9)
     replicas = world // (tp * pp)

@@ -226,6 +226,18 @@ def test_what_gathers_move(run_file):
     assert any("precision.communicate packed changes nothing here" in note for note in alone)
 
 
+def test_latent_experts_move_latent_tokens(run_file):
+    """Tokens are projected before they go to their experts."""
+    model = {"preset": "nemotron3-super-120b-a12b"}
+    parallel = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    parallel |= {"pipeline_model_parallel_size": 8}
+    path = run_file(model=model, parallel=parallel, train={"global_batch_size": 64})
+    change = "model.megatron.moe_latent_size="
+    latent, wide = (preflight(path, [f"{change}{n}"], H200, 128) for n in (1024, 4096))
+    part = "expert-parallel communication"
+    assert wide.step.parts[part] == pytest.approx(4 * latent.step.parts[part], rel=1e-12)
+
+
 def test_fewest_processes():
     assert fewest_processes(ParallelConfig()) == 1
     experts = ParallelConfig(
