@@ -16,7 +16,7 @@ from fused_ops.grouped_linear import _experts, grouped_linear
 from fused_ops.groups import groups_of
 from fused_ops.keys import KeyTable, StreamKey
 from fused_ops.linear_call import LinearCall, LocalComm, Runs
-from fused_ops.operands import quantize_operand, shares_codes, weight_operand
+from fused_ops.operands import decodes_once, quantize_operand, shares_codes, weight_operand
 from fused_ops.recipe import RECIPES, is_quantized
 from fused_ops.scaled_matmul import grouped
 from fused_ops.testing import assert_bitwise_equal, assert_close
@@ -150,6 +150,7 @@ def check_weights(call, w):
     experts, out, _ = w.shape
     shared = shares_codes(call.spec("fprop.w"), call.spec("dgrad.w"))
     assert (codes.column is None) is (shared or not is_quantized(call.spec("dgrad.w")))
+    assert not decodes_once(call.recipe) or codes.column.form == "fp8"
     if shared:
         check_transposed(call, w, codes.row)
     for e, own in enumerate(_experts(call, experts)):
@@ -187,9 +188,10 @@ def check_transposed(call, w, codes):
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_interpreted_weights_of_dgrad_are_the_row_codes(place):
-    call = LinearCall(recipe=RECIPES["nvfp4"], key=KEY)
-    check_weights(call, data([0, 0], place, width=32, out=48)[1])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_fast"])
+def test_interpreted_weights(name, place):
+    """Of dgrad: the row codes read as their transpose, and what FP8 cores take, decoded once."""
+    check_weights(LinearCall(recipe=RECIPES[name], key=KEY), data([0, 0], place, 32, 48)[1])
 
 
 @pytest.mark.gpu
