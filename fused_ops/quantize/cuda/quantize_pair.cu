@@ -4,7 +4,8 @@
 //
 // Every byte is that of fused_ops/quantize/reference.py. A thread holds whole blocks of 16 values:
 // two blocks of a row, then the same 16 rows of two columns, which the tile's copy in shared memory
-// gives it. What is wanted is chosen by macros, R_* for the rows and C_* for the columns:
+// gives it. Rotations are products of tensor cores where those are proved to give the sums of the
+// reference's order. What is wanted is chosen by macros, R_* for the rows and C_* for the columns:
 //
 //   POW2      power-of-two block scales, else E4M3
 //   SR        stochastic rounding
@@ -26,6 +27,7 @@ namespace {
 constexpr int kRows = 64;    // of a tile: four blocks of a column
 constexpr int kWords = 64;   // 32-bit words of two columns: eight blocks of a row
 constexpr int kThreads = 256;
+constexpr uint32_t kWarp = 0xFFFFFFFFu;
 constexpr float kFltMax = 3.4028234663852886e38f;
 constexpr float kRnSixth = 0.16666667163372040f;
 constexpr uint32_t kInfinity = 0x7F800000u;
@@ -73,9 +75,14 @@ __device__ float signed_quarter(const float* signs, int i) {
   return (C_SIGNS >> i) & 1 ? -0.25f : 0.25f;
 }
 
+__device__ uint32_t to_bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // Sums of outputs whose signs agree so far are shared: 170 additions a block instead of 240.
-// Returns the bits of the largest magnitude.
-__device__ uint32_t rotate(float (&v)[16], const float* signs) {
+__device__ void rotate(const float (&v)[16], const float* signs, uint32_t (&pairs)[8]) {
   float sum[16];
   sum[0] = v[0] * signed_quarter(signs, 0);
 #pragma unroll
@@ -87,14 +94,18 @@ __device__ uint32_t rotate(float (&v)[16], const float* signs) {
       if (j < now) sum[j] = __popc(i & j) & 1 ? sum[j % before] - x : sum[j % before] + x;
     }
   }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) pairs[i] = to_bf16x2(sum[2 * i], sum[2 * i + 1]);
+}
+
+// Words of bf16 pairs as 16 values; returns the bits of the largest magnitude.
+__device__ uint32_t unpack(const uint32_t (&pairs)[8], float (&v)[16]) {
   uint32_t top = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(sum[2 * i + 1]), "f"(sum[2 * i]));
-    v[2 * i] = float_of(pair << 16);
-    v[2 * i + 1] = float_of(pair & 0xFFFF0000u);
-    top = max_halves(top, pair & 0x7FFF7FFFu);
+    v[2 * i] = float_of(pairs[i] << 16);
+    v[2 * i + 1] = float_of(pairs[i] & 0xFFFF0000u);
+    top = max_halves(top, pairs[i] & 0x7FFF7FFFu);
   }
   return max(top << 16, top & 0xFFFF0000u);
 }
@@ -104,6 +115,153 @@ __device__ uint32_t largest_bits(const float (&v)[16]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) top = max(top, bits_of(v[i]) & 0x7FFFFFFFu);
   return top;
+}
+
+// ---- rotation by tensor cores -------------------------------------------------------------------
+//
+// A product of tensor cores is a sum in an unknown order, in at least single precision. Rounded to
+// bf16 it is the reference's in two cases that are looked for; a warp that has a block of neither
+// sums in order. Let L be the sum of a block's magnitudes.
+//
+//   1. Every nonzero |x| >= T with T >= 2^-16 L. x has 8 significant bits, so all products x / 4
+//      are multiples of q > 2^-8 T / 4, and no partial sum exceeds L / 4 < 2^24 q: all are exact.
+//   2. Both s - E and s + E round to the same bf16 number, where s is the tensor cores' sum. It is
+//      off by at most 16 roundings of 2^-23, the reference's by 15 of 2^-24, each relative to no
+//      more than L / 4, and s +- E by 2^-24: together less than E = 2^-20 L.
+//
+// Sizes at which a tensor core might flush or overflow are left to the sum in order.
+
+// Four 8 x 8 matrices of shared memory, transposed; each thread names a row of 16 bytes.
+__device__ void load_transposed(uint32_t (&a)[4], const uint32_t* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(uint32_t(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// [16, 16] times [16, 8].
+__device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+__device__ uint32_t is_negative(const float* signs, int i) {
+  return C_SIGNS < 0 ? bits_of(__ldg(signs + i)) >> 31 : uint32_t(C_SIGNS) >> i & 1u;
+}
+
+// This thread's part of diag(signs) H / 4 as the right factor of two products, two words each.
+// Their columns are such outputs that a thread gets four neighbours: 4 q, 4 q + 1 from the first,
+// 4 q + 2, 4 q + 3 from the second product, q its number in a group of four threads.
+__device__ void rotation_words(uint32_t (&b)[4], const float* signs) {
+  const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
+  const uint32_t both = 0x80008000u;
+  uint32_t entry = 0x3E803E80u ^ (g & 1 ? 0x80000000u : 0u) ^ (q >> 1 & g >> 1 & 1 ? both : 0u);
+  b[0] = entry ^ is_negative(signs, 2 * q) << 15 ^ is_negative(signs, 2 * q + 1) << 31;
+  entry ^= g & 4 ? both : 0u;
+  b[1] = entry ^ is_negative(signs, 2 * q + 8) << 15 ^ is_negative(signs, 2 * q + 9) << 31;
+  b[2] = b[0] ^ (q & 1 ? both : 0u);
+  b[3] = b[1] ^ (q & 1 ? both : 0u);
+}
+
+// Whether the sums of a thread's two columns (first and second halves of d0, d1) are proved to be
+// the reference's; a: the columns' elements. All threads of a warp call it.
+__device__ bool is_proved(
+    const uint32_t (&a)[4], const float (&d0)[4], const float (&d1)[4]) {
+  uint32_t magnitudes[4], least = 0xFFFFFFFFu;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    magnitudes[i] = a[i] & 0x7FFF7FFFu;
+    // Less one, so that a zero is the largest.
+    least = __viaddmin_u16x2(magnitudes[i], 0xFFFFFFFFu, least);
+  }
+  // L times 2^-16 (1 + 2^-5): more than all that rounding takes, to bf16 at last.
+  float sums[4];
+  multiply(sums, magnitudes, 0x37843784u, 0x37843784u);
+  const float most = fmaxf(fmaxf(sums[0], sums[2]), 9.8607613e-32f);
+  const bool in_range = most < 1.2676506e30f;
+  const uint32_t bound = __byte_perm(bits_of(most), 0u, 0x3232u);
+  bool proved = in_range && __vminu2(least, bound) == bound;
+  if (!__all_sync(kWarp, proved)) {
+    const float e0 = fmaxf(sums[0], 9.8607613e-32f) * 0.0625f;
+    const float e1 = fmaxf(sums[2], 9.8607613e-32f) * 0.0625f;
+    const uint32_t differing =
+        (to_bf16x2(d0[0] - e0, d0[1] - e0) ^ to_bf16x2(d0[0] + e0, d0[1] + e0)) |
+        (to_bf16x2(d1[0] - e0, d1[1] - e0) ^ to_bf16x2(d1[0] + e0, d1[1] + e0)) |
+        (to_bf16x2(d0[2] - e1, d0[3] - e1) ^ to_bf16x2(d0[2] + e1, d0[3] + e1)) |
+        (to_bf16x2(d1[2] - e1, d1[3] - e1) ^ to_bf16x2(d1[2] + e1, d1[3] + e1));
+    proved = proved || (in_range && differing == 0u);
+  }
+  return proved;
+}
+
+// The tile in shared memory: 16 bytes number `unit` of a row, spread over the banks.
+__device__ int place(int row, int unit) { return row * kWords + ((unit ^ (row & 7)) << 2); }
+
+// Where 16 bytes (half 0, 1) of the rotated column c of 64 lie: in the place of its 16 rows.
+__device__ int turned_place(int part, int side, int c, int half) {
+  return place(16 * part + c / 4, 8 * side + c % 4 * 2 + half);
+}
+
+// A word of two columns of the tile: of the row and the pair of columns.
+__device__ uint32_t word_at(const uint32_t* tile, int row, int word) {
+  return tile[place(row, word / 4) + word % 4];
+}
+
+// Rotates 16 rows of 64 columns of the tile, which are this warp's, by sums in order.
+__device__ void turn_in_order(uint32_t* tile, int part, int side, const float* signs) {
+  const int lane = threadIdx.x % 32;
+  uint32_t w[16];
+#pragma unroll
+  for (int k = 0; k < 16; ++k) w[k] = word_at(tile, 16 * part + k, 32 * side + lane);
+  __syncwarp();
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    float v[16];
+#pragma unroll
+    for (int k = 0; k < 16; ++k) v[k] = float_of(w[k] << (16 - 16 * half) & 0xFFFF0000u);
+    uint32_t pairs[8];
+    rotate(v, signs, pairs);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<uint4*>(tile + turned_place(part, side, 2 * lane + half, i)) =
+          make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
+    }
+  }
+}
+
+// The same, by tensor cores where that is proved to be the same.
+__device__ void turn(uint32_t* tile, int part, int side, const float* signs) {
+  const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
+  uint32_t b[4], turned[4][4];
+  rotation_words(b, signs);
+  bool proved = true;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {  // of 16 columns
+    uint32_t a[4];
+    load_transposed(
+        a, tile + place(16 * part + lane % 8 + lane / 16 * 8, 8 * side + 2 * t + lane / 8 % 2));
+    float d0[4], d1[4];
+    multiply(d0, a, b[0], b[1]);
+    multiply(d1, a, b[2], b[3]);
+    proved = is_proved(a, d0, d1) && proved;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      turned[t][2 * i] = to_bf16x2(d0[2 * i], d0[2 * i + 1]);
+      turned[t][2 * i + 1] = to_bf16x2(d1[2 * i], d1[2 * i + 1]);
+    }
+  }
+  if (__all_sync(kWarp, proved)) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t* to = tile + turned_place(part, side, 8 * i + g, q / 2) + q % 2 * 2;
+      *reinterpret_cast<uint2*>(to) = make_uint2(turned[i / 2][i % 2 * 2], turned[i / 2][i % 2 * 2 + 1]);
+    }
+  } else {
+    turn_in_order(tile, part, side, signs);
+  }
+  __syncwarp();
 }
 
 // ---- rounding to the E2M1 grid, ties to even ---------------------------------------------------
@@ -296,19 +454,27 @@ __device__ Block scale_of(const float (&v)[16], uint32_t bits, const Tensor& t) 
 
 // ---- codes -------------------------------------------------------------------------------------
 
-// Two values as halves sign | code << 9: E2M1 times 2^-14 in fp16, whose subnormal numbers have the
-// steps below 1. Toward zero, so that adding the dither to the bits keeps the exact sum's floor.
+// Two values as halves sign | code << 9 | rest: E2M1 times 2^-14 in fp16, whose subnormal numbers
+// have the steps below 1. Toward zero, so that adding the dither to the bits keeps the exact sum's
+// floor; what is below the code is not needed any more.
 __device__ uint32_t stochastic_pair(float first, float second, uint32_t dither) {
   uint32_t halves;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(second), "f"(first));
-  return (halves + (dither << 1)) & 0xFE00FE00u;
+  return halves + (dither << 1);
 }
 
 __device__ __half2 as_half2(uint32_t bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ uint32_t as_bits(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 
+// The two elements of pair i. Codes are put together from every second element: see pack_codes.
+template <bool CODES>
+constexpr __device__ int element_of(int i, int which) {
+  return CODES ? 4 * (i / 2) + i % 2 + 2 * which : 2 * i + which;
+}
+
 // Sixteen rounded values as pairs in fp16: times 2^-14 (UNITS), or as they are (never with SR).
-template <bool SR, bool UNITS>
+// Below the code, CODES leaves bits of the dither's sum.
+template <bool SR, bool UNITS, bool CODES>
 __device__ void round_pairs(
     float (&v)[16], const Block& block, float top, const uint4& random, uint32_t (&pairs)[8]) {
   float factor = block.factor;
@@ -329,12 +495,14 @@ __device__ void round_pairs(
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float first = v[2 * i] * factor, second = v[2 * i + 1] * factor;
+    const float first = v[element_of<CODES>(i, 0)] * factor;
+    const float second = v[element_of<CODES>(i, 1)] * factor;
     uint32_t halves;
     if (SR) {
       const uint32_t word = word_of(random, i / 2);
-      const uint32_t dither = __byte_perm(word, 0u, i % 2 ? 0x4342u : 0x4140u);
-      halves = stochastic_pair(first, second, dither);
+      const uint32_t bytes = CODES ? (i % 2 ? 0x4341u : 0x4240u) : (i % 2 ? 0x4342u : 0x4140u);
+      halves = stochastic_pair(first, second, __byte_perm(word, 0u, bytes));
+      if (!CODES) halves &= 0xFE00FE00u;
     } else {
       asm("cvt.rn.f16x2.f32 %0, %1, %2;"
           : "=r"(halves)
@@ -345,17 +513,21 @@ __device__ void round_pairs(
   }
 }
 
-// Eight codes of four pairs, the first in the lowest nibble.
+// Nibbles without the sign of those that are zero: seven carries into the top bit of all others.
+__device__ uint32_t unsigned_zeros(uint32_t packed) {
+  return packed & (((packed & 0x77777777u) + 0x77777777u) | 0x77777777u);
+}
+
+// Eight codes of four pairs (elements 0, 2; 1, 3; 4, 6; 5, 7), the first in the lowest nibble.
 __device__ uint32_t pack_codes(const uint32_t (&pairs)[8], int first) {
-  uint32_t packed = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    // + 0 takes the sign from a zero.
-    const uint32_t p = as_bits(__hadd2(as_half2(pairs[first + i]), __float2half2_rn(0.f)));
-    const uint32_t codes = ((p >> 9) & 0x00070007u) | ((p >> 12) & 0x00080008u);
-    packed |= ((codes | (codes >> 12)) & 0xFFu) << (8 * i);
-  }
-  return packed;
+  // Bytes sign, three bits, code, one bit: of the even and of the odd elements.
+  const uint32_t even = __byte_perm(pairs[first], pairs[first + 2], 0x7531u);
+  const uint32_t odd = __byte_perm(pairs[first + 1], pairs[first + 3], 0x7531u);
+  uint32_t packed = (even >> 1) & 0x07070707u;
+  packed |= (even >> 4) & 0x08080808u;
+  packed |= (odd << 3) & 0x70707070u;
+  packed |= odd & 0x80808080u;
+  return unsigned_zeros(packed);
 }
 
 // Values times scale, without negative zeros: exact in fp16 for every E4M3 scale times 2^-SHIFT.
@@ -399,9 +571,7 @@ __device__ uint32_t native_codes(const float (&v)[16], float factor, int first) 
       : "f"(v[first] * factor), "f"(v[first + 1] * factor), "f"(v[first + 2] * factor),
         "f"(v[first + 3] * factor), "f"(v[first + 4] * factor), "f"(v[first + 5] * factor),
         "f"(v[first + 6] * factor), "f"(v[first + 7] * factor));
-  // Seven carries into the top bit of every nibble but that of a zero, which has no sign.
-  const uint32_t magnitude = packed & 0x77777777u;
-  return magnitude | (packed & (magnitude + 0x77777777u) & 0x88888888u);
+  return unsigned_zeros(packed);
 }
 #endif
 
@@ -436,18 +606,21 @@ __device__ void encode(
 #endif
   constexpr bool kUnits = SR || FORM == 0;
   uint32_t pairs[8];
-  round_pairs<SR, kUnits>(v, block, float_of(bits), random, pairs);
+  round_pairs<SR, kUnits, FORM == 0>(v, block, float_of(bits), random, pairs);
   finish<FORM, SHIFT, kUnits>(pairs, block.byte, out);
 }
 
-// Blocks of this warp that are out of range, added to the tile's counts.
-__device__ void count(const Block& block, bool inside, int* counts) {
-  const uint32_t active = __activemask();
-  const uint32_t above = __ballot_sync(active, inside && block.above);
-  const uint32_t below = __ballot_sync(active, inside && block.below);
-  if ((above | below) != 0 && threadIdx.x % 32 == unsigned(__ffs(int(active)) - 1)) {
-    if (above) atomicAdd(counts, __popc(above));
-    if (below) atomicAdd(counts + 1, __popc(below));
+// Whether a block is above (1) or below (65536) the range of its scales.
+__device__ uint32_t outside(const Block& block) {
+  return (block.above ? 1u : 0u) + (block.below ? 65536u : 0u);
+}
+
+// Sums of `outside`, added to the tile's counts.
+__device__ void count(uint32_t sum, int* counts) {
+  sum = __reduce_add_sync(kWarp, sum);
+  if (sum != 0 && threadIdx.x % 32 == 0) {
+    atomicAdd(counts, int(sum & 0xFFFFu));
+    atomicAdd(counts + 1, int(sum >> 16));
   }
 }
 
@@ -489,105 +662,148 @@ __device__ uint2 key_of(const Output& p) {
 
 // ---- the kernel ----------------------------------------------------------------------------------
 
+// Quantizes the tile's rows, keeps x in shared memory, and returns the sum of `outside`.
+__device__ uint32_t quantize_rows(
+    const Arguments& p, const Tensor& tensor, uint32_t* tile, int64_t first_row, int64_t first_col) {
+  const uint2 key = R_SR ? key_of(p.row) : make_uint2(0, 0);
+  constexpr int kWordsOut = words_of(R_FORM), kStep = kThreads / 8;
+  const int g = threadIdx.x % 8;
+  const bool inside_col = first_col + 16 * g < p.cols;
+  const int64_t row_blocks = p.cols / 16;
+  int64_t number = (first_row + threadIdx.x / 8) * row_blocks + first_col / 16 + g;
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (int r = threadIdx.x / 8; r < kRows; r += kStep, number += kStep * row_blocks) {
+    const bool inside = inside_col && first_row + r < p.rows;
+    uint4 low = make_uint4(0, 0, 0, 0), high = low;
+    if (inside) {
+      low = __ldg(p.x + 2 * number);
+      high = __ldg(p.x + 2 * number + 1);
+    }
+    *reinterpret_cast<uint4*>(tile + place(r, 2 * g)) = low;
+    *reinterpret_cast<uint4*>(tile + place(r, 2 * g + 1)) = high;
+    const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float v[16];
+    const uint32_t bits = unpack(w, v);
+    const Block block = scale_of<R_POW2, R_CHOICE>(v, bits, tensor);
+    uint4 random = make_uint4(0, 0, 0, 0);
+    if (R_SR) {
+      random = philox(
+          key.x, key.y, uint32_t(first_row) + r + p.row0, uint32_t(first_col / 16) + g + p.col0 / 16);
+    }
+    uint32_t out[kWordsOut];
+    encode<R_FORM, R_SHIFT, R_SR>(v, block, bits, random, out);
+    if (R_POW2) sum += outside(block);  // a block of zeros is not
+    if (inside) {
+      store(p.row.main + number * kWordsOut * 4, out);
+      if (R_FORM == 0) p.row.scales[number] = uint8_t(block.byte);
+    }
+  }
+  return sum;
+}
+
+// Quantizes the tile's columns into `staged`, a column after the other; returns as quantize_rows.
+template <int PITCH>
+__device__ uint32_t quantize_columns(
+    const Arguments& p, const Tensor& tensor, uint32_t* tile, uint32_t* staged, int64_t first_row,
+    int64_t first_col) {
+  const uint2 key = C_SR ? key_of(p.column) : make_uint2(0, 0);
+  constexpr int kWordsOut = words_of(C_FORM);
+  const int word = threadIdx.x % kWords, part = threadIdx.x / kWords;
+  const int64_t col = first_col + 2 * word, block_row = first_row / 16 + part;
+  const bool inside = block_row * 16 < p.rows && col < p.cols;
+  uint32_t w[16], sum = 0;
+  if (C_HADAMARD) {
+    turn(tile, part, word / 32, p.signs);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 16; ++k) w[k] = word_at(tile, 16 * part + k, word);
+  }
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    float v[16];
+    uint32_t bits;
+    if (C_HADAMARD) {
+      uint32_t pairs[8];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 four = *reinterpret_cast<const uint4*>(
+            tile + turned_place(part, word / 32, 2 * (word % 32) + half, i));
+        pairs[4 * i] = four.x, pairs[4 * i + 1] = four.y;
+        pairs[4 * i + 2] = four.z, pairs[4 * i + 3] = four.w;
+      }
+      bits = unpack(pairs, v);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 16; ++k) v[k] = float_of(w[k] << (16 - 16 * half) & 0xFFFF0000u);
+      bits = largest_bits(v);
+    }
+    const Block block = scale_of<C_POW2, C_CHOICE>(v, bits, tensor);
+    uint4 random = make_uint4(0, 0, 0, 0);
+    if (C_SR) {
+      random = philox(
+          key.x, key.y, uint32_t(col + half) + p.col0, uint32_t(block_row) + p.row0 / 16);
+    }
+    uint32_t out[kWordsOut];
+    encode<C_FORM, C_SHIFT, C_SR>(v, block, bits, random, out);
+    if (C_POW2 && inside) sum += outside(block);
+    if (inside && C_FORM == 0) {
+      p.column.scales[(col + half) * (p.rows / 16) + block_row] = uint8_t(block.byte);
+    }
+    store(staged + (2 * word + half) * PITCH + part * kWordsOut, out);
+  }
+  return sum;
+}
+
+// A column of the tile lies in one piece, and so it does in the result.
+template <int PITCH>
+__device__ void write_columns(
+    const Arguments& p, const uint32_t* staged, int64_t first_row, int64_t first_col) {
+  constexpr int kWordsOut = words_of(C_FORM), kColumn = kRows / 16 * kWordsOut;
+  constexpr int kPiece = kWordsOut < 4 ? 2 : 4;  // words
+  constexpr int kPieces = kColumn / kPiece, kStep = kThreads / kPieces;
+  const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
+  const int64_t words = p.rows / 16 * kWordsOut;  // of a column of the result
+  const int64_t at = first_row / 16 * kWordsOut + piece * kPiece;
+  if (at >= words) return;
+  const uint32_t* from = staged + first * PITCH + piece * kPiece;
+  uint8_t* to = p.column.main + ((first_col + first) * words + at) * 4;
+  const int64_t left = p.cols - first_col;
+#pragma unroll
+  for (int column = 0; column < 128; column += kStep) {
+    if (column + first < left) {
+      if constexpr (kPiece == 2) {
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from + column * PITCH);
+      } else {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from + column * PITCH);
+      }
+    }
+    to += kStep * words * 4;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) {
-  constexpr int kRowWords = words_of(R_FORM), kColWords = words_of(C_FORM);
-  constexpr int kTile = kRows * kWords;
-  // A column of the tile, and words between two that spread them over the banks.
-  constexpr int kColumn = (kRows / 16) * kColWords, kPitch = kColumn + (kColWords == 2 ? 2 : 4);
-  constexpr int kStaged = 2 * kWords * kPitch;
-  __shared__ __align__(16) uint32_t tile[kTile > kStaged ? kTile : kStaged];
+  constexpr int kColumn = kRows / 16 * words_of(C_FORM);
+  // Words between two columns that spread them over the banks.
+  constexpr int kPitch = kColumn + (words_of(C_FORM) == 2 ? 2 : 4);
+  __shared__ __align__(16) uint32_t tile[kRows * kWords];
+  __shared__ __align__(16) uint32_t staged[2 * kWords * kPitch];
   __shared__ int counts[4];
   const int64_t first_row = int64_t(blockIdx.y) * kRows, first_col = int64_t(blockIdx.x) * 128;
   if (R_POW2 || C_POW2) {
     if (threadIdx.x < 4) counts[threadIdx.x] = 0;
     __syncthreads();
   }
-
   const Tensor row_tensor = tensor_of<R_POW2>(*p.row.amax, R_NUMERATOR);
-  const uint2 row_key = R_SR ? key_of(p.row) : make_uint2(0, 0);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kRows * 8; i += kThreads) {
-    const int r = i / 8, g = i % 8;
-    const int64_t row = first_row + r, col = first_col + 16 * g;
-    if (row >= p.rows || col >= p.cols) continue;
-    const uint4* from = p.x + (row * p.cols + col) / 8;
-    const uint4 low = __ldg(from), high = __ldg(from + 1);
-    const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    uint4* kept = reinterpret_cast<uint4*>(tile + r * kWords + 8 * g);
-    kept[0] = low;
-    kept[1] = high;
-    uint32_t top = 0;
-    float v[16];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      top = max_halves(top, w[k] & 0x7FFF7FFFu);
-      v[2 * k] = float_of(w[k] << 16);
-      v[2 * k + 1] = float_of(w[k] & 0xFFFF0000u);
-    }
-    const uint32_t bits = max(top << 16, top & 0xFFFF0000u);
-    const Block block = scale_of<R_POW2, R_CHOICE>(v, bits, row_tensor);
-    uint4 random = make_uint4(0, 0, 0, 0);
-    if (R_SR) {
-      random = philox(
-          row_key.x, row_key.y, uint32_t(row) + p.row0, uint32_t(col / 16) + p.col0 / 16);
-    }
-    uint32_t out[kRowWords];
-    encode<R_FORM, R_SHIFT, R_SR>(v, block, bits, random, out);
-    const int64_t number = row * (p.cols / 16) + col / 16;
-    store(p.row.main + number * kRowWords * 4, out);
-    if (R_FORM == 0) p.row.scales[number] = uint8_t(block.byte);
-    if (R_POW2) count(block, true, counts);
-  }
+  const uint32_t of_rows = quantize_rows(p, row_tensor, tile, first_row, first_col);
+  if (R_POW2) count(of_rows, counts);
   __syncthreads();
-
   const Tensor column_tensor = tensor_of<C_POW2>(*p.column.amax, C_NUMERATOR);
-  const uint2 column_key = C_SR ? key_of(p.column) : make_uint2(0, 0);
-  const int word = threadIdx.x % kWords, part = threadIdx.x / kWords;
-  const int64_t col = first_col + 2 * word, block_row = first_row / 16 + part;
-  const bool inside = block_row * 16 < p.rows && col < p.cols;
-  uint32_t w[16];
-#pragma unroll
-  for (int k = 0; k < 16; ++k) w[k] = inside ? tile[(16 * part + k) * kWords + word] : 0u;
-  __syncthreads();  // the tile becomes the place where columns are put together
-  const int64_t blocks = p.rows / 16;
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    float v[16];
-#pragma unroll
-    for (int k = 0; k < 16; ++k) v[k] = float_of(w[k] << (16 - 16 * half) & 0xFFFF0000u);
-    const uint32_t bits = C_HADAMARD ? rotate(v, p.signs) : largest_bits(v);
-    const Block block = scale_of<C_POW2, C_CHOICE>(v, bits, column_tensor);
-    uint4 random = make_uint4(0, 0, 0, 0);
-    if (C_SR) {
-      random = philox(
-          column_key.x, column_key.y, uint32_t(col + half) + p.col0,
-          uint32_t(block_row) + p.row0 / 16);
-    }
-    uint32_t out[kColWords];
-    encode<C_FORM, C_SHIFT, C_SR>(v, block, bits, random, out);
-    if (C_POW2) count(block, inside, counts + 2);
-    if (inside && C_FORM == 0) {
-      p.column.scales[(col + half) * blocks + block_row] = uint8_t(block.byte);
-    }
-    store(tile + (2 * word + half) * kPitch + part * kColWords, out);
-  }
+  const uint32_t of_columns =
+      quantize_columns<kPitch>(p, column_tensor, tile, staged, first_row, first_col);
+  if (C_POW2) count(of_columns, counts + 2);
   __syncthreads();
-
-  // A column of the tile lies in one piece, and so it does in the result.
-  constexpr int kPiece = kColWords < 4 ? 2 : 4;  // words
-  constexpr int kPieces = kColumn / kPiece;
-  for (int i = threadIdx.x; i < 128 * kPieces; i += kThreads) {
-    const int column = i / kPieces, piece = i % kPieces;
-    const int64_t at = first_row / 16 * kColWords + piece * kPiece;
-    if (first_col + column >= p.cols || at >= blocks * kColWords) continue;
-    const uint32_t* from = tile + column * kPitch + piece * kPiece;
-    uint8_t* to = p.column.main + ((first_col + column) * blocks * kColWords + at) * 4;
-    if constexpr (kPiece == 2) {
-      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
-    } else {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    }
-  }
+  write_columns<kPitch>(p, staged, first_row, first_col);
   if (R_POW2 && threadIdx.x < 2 && counts[threadIdx.x]) {
     atomicAdd(p.row.counts + threadIdx.x, counts[threadIdx.x]);
   }
