@@ -43,23 +43,46 @@ __device__ float min_nan(float x, float y) {
 
 __device__ float saturate(float x) { return __saturatef(x); }
 
+// Magnitudes of two bf16 numbers: not by a mask, whose unit is the busiest here.
+__device__ uint32_t magnitudes_of(uint32_t pair) {
+  uint32_t r;
+  asm("abs.bf16x2 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+
 __device__ uint32_t max_halves(uint32_t x, uint32_t y) { return __vmaxu2(x, y); }
 
 // ---- randomness: Philox4x32-10 of the counter (row, block, 0, 0) -----------------------------
 
-__device__ uint4 philox(uint32_t k0, uint32_t k1, uint32_t row, uint32_t block) {
-  uint32_t c0 = row, c1 = block, c2 = 0, c3 = 0;
-#pragma unroll
-  for (int i = 0; i < 10; ++i) {
-    const uint64_t p0 = uint64_t(c0) * 0xD2511F53u, p1 = uint64_t(c2) * 0xCD9E8D57u;
-    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
-    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
-    c1 = uint32_t(p1);
-    c3 = uint32_t(p0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+// The keys of ten rounds, two words each.
+struct RoundKeys {
+  uint4 pairs[5];
+};
+
+__device__ void make_round_keys(uint2 key, RoundKeys& keys) {
+  const uint32_t i = threadIdx.x;
+  if (i < 5) {
+    keys.pairs[i] = make_uint4(
+        key.x + 2 * i * 0x9E3779B9u, key.y + 2 * i * 0xBB67AE85u,
+        key.x + (2 * i + 1) * 0x9E3779B9u, key.y + (2 * i + 1) * 0xBB67AE85u);
   }
-  return make_uint4(c0, c1, c2, c3);
+}
+
+__device__ void philox_round(uint4& c, uint32_t k0, uint32_t k1) {
+  const uint64_t p0 = uint64_t(c.x) * 0xD2511F53u, p1 = uint64_t(c.z) * 0xCD9E8D57u;
+  c = make_uint4(
+      uint32_t(p1 >> 32) ^ c.y ^ k0, uint32_t(p1), uint32_t(p0 >> 32) ^ c.w ^ k1, uint32_t(p0));
+}
+
+__device__ uint4 philox(const RoundKeys& keys, uint32_t row, uint32_t block) {
+  uint4 c = make_uint4(row, block, 0, 0);
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    const uint4 k = keys.pairs[i];
+    philox_round(c, k.x, k.y);
+    philox_round(c, k.z, k.w);
+  }
+  return c;
 }
 
 __device__ uint32_t word_of(const uint4& r, int i) {
@@ -105,7 +128,7 @@ __device__ uint32_t unpack(const uint32_t (&pairs)[8], float (&v)[16]) {
   for (int i = 0; i < 8; ++i) {
     v[2 * i] = float_of(pairs[i] << 16);
     v[2 * i + 1] = float_of(pairs[i] & 0xFFFF0000u);
-    top = max_halves(top, pairs[i] & 0x7FFF7FFFu);
+    top = max_halves(top, magnitudes_of(pairs[i]));
   }
   return max(top << 16, top & 0xFFFF0000u);
 }
@@ -165,48 +188,52 @@ __device__ void rotation_words(uint32_t (&b)[4], const float* signs) {
   b[3] = b[1] ^ (q & 1 ? both : 0u);
 }
 
-// Whether the sums of a thread's two columns (first and second halves of d0, d1) are proved to be
+// Zero if the sums of a thread's two columns (first and second halves of d0, d1) are proved to be
 // the reference's; a: the columns' elements. All threads of a warp call it.
-__device__ bool is_proved(
+__device__ uint32_t unproved(
     const uint32_t (&a)[4], const float (&d0)[4], const float (&d1)[4]) {
   uint32_t magnitudes[4], least = 0xFFFFFFFFu;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    magnitudes[i] = a[i] & 0x7FFF7FFFu;
+    magnitudes[i] = magnitudes_of(a[i]);
     // Less one, so that a zero is the largest.
     least = __viaddmin_u16x2(magnitudes[i], 0xFFFFFFFFu, least);
   }
-  // L times 2^-16 (1 + 2^-5): more than all that rounding takes, to bf16 at last.
+  // L times 2^12 (1 + 2^-5), more than all that rounding takes, to bf16 at last. Inf from 2^116 on,
+  // which is above all magnitudes; from below, 2^-103 is.
   float sums[4];
-  multiply(sums, magnitudes, 0x37843784u, 0x37843784u);
-  const float most = fmaxf(fmaxf(sums[0], sums[2]), 9.8607613e-32f);
-  const bool in_range = most < 1.2676506e30f;
+  multiply(sums, magnitudes, 0x45844584u, 0x45844584u);
+  const float most = fmaxf(fmaxf(sums[0], sums[2]) * 3.7252903e-09f, 9.8607613e-32f);
   const uint32_t bound = __byte_perm(bits_of(most), 0u, 0x3232u);
-  bool proved = in_range && __vminu2(least, bound) == bound;
-  if (!__all_sync(kWarp, proved)) {
-    const float e0 = fmaxf(sums[0], 9.8607613e-32f) * 0.0625f;
-    const float e1 = fmaxf(sums[2], 9.8607613e-32f) * 0.0625f;
+  uint32_t doubt = __vminu2(least, bound) ^ bound;
+  if (__any_sync(kWarp, doubt != 0u)) {
+    // A column's elements, and its sums, lie in four threads.
+    doubt |= __shfl_xor_sync(kWarp, doubt, 1);
+    doubt |= __shfl_xor_sync(kWarp, doubt, 2);
+    const float e0 = fmaxf(sums[0] * 2.3283064e-10f, 9.8607613e-32f);
+    const float e1 = fmaxf(sums[2] * 2.3283064e-10f, 9.8607613e-32f);
     const uint32_t differing =
         (to_bf16x2(d0[0] - e0, d0[1] - e0) ^ to_bf16x2(d0[0] + e0, d0[1] + e0)) |
         (to_bf16x2(d1[0] - e0, d1[1] - e0) ^ to_bf16x2(d1[0] + e0, d1[1] + e0)) |
         (to_bf16x2(d0[2] - e1, d0[3] - e1) ^ to_bf16x2(d0[2] + e1, d0[3] + e1)) |
         (to_bf16x2(d1[2] - e1, d1[3] - e1) ^ to_bf16x2(d1[2] + e1, d1[3] + e1));
-    proved = proved || (in_range && differing == 0u);
+    if (differing == 0u && most < kFltMax) doubt = 0u;
   }
-  return proved;
+  return doubt;
 }
 
 // The tile in shared memory: 16 bytes number `unit` of a row, spread over the banks.
 __device__ int place(int row, int unit) { return row * kWords + ((unit ^ (row & 7)) << 2); }
 
-// Where 16 bytes (half 0, 1) of the rotated column c of 64 lie: in the place of its 16 rows.
-__device__ int turned_place(int part, int side, int c, int half) {
-  return place(16 * part + c / 4, 8 * side + c % 4 * 2 + half);
-}
-
 // A word of two columns of the tile: of the row and the pair of columns.
 __device__ uint32_t word_at(const uint32_t* tile, int row, int word) {
   return tile[place(row, word / 4) + word % 4];
+}
+
+// Where the rotated columns 2 n and 2 n + 1 of a warp's 64 lie: in the place of their rows. The
+// 16 bytes number i (0 and 1 of the first, 2 and 3 of the second) are at this index ^ 4 i.
+__device__ int turned_place(int part, int side, int n) {
+  return place(16 * part + n / 2, 8 * side + n % 2 * 4);
 }
 
 // Rotates 16 rows of 64 columns of the tile, which are this warp's, by sums in order.
@@ -225,7 +252,7 @@ __device__ void turn_in_order(uint32_t* tile, int part, int side, const float* s
     rotate(v, signs, pairs);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint4*>(tile + turned_place(part, side, 2 * lane + half, i)) =
+      *reinterpret_cast<uint4*>(tile + (turned_place(part, side, lane) ^ (8 * half + 4 * i))) =
           make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
     }
   }
@@ -234,32 +261,33 @@ __device__ void turn_in_order(uint32_t* tile, int part, int side, const float* s
 // The same, by tensor cores where that is proved to be the same.
 __device__ void turn(uint32_t* tile, int part, int side, const float* signs) {
   const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
-  uint32_t b[4], turned[4][4];
+  uint32_t b[4], turned[4][4], doubt = 0u;
   rotation_words(b, signs);
-  bool proved = true;
+  const int rows = place(16 * part + lane % 8 + lane / 16 * 8, 8 * side + lane / 8 % 2);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {  // of 16 columns
     uint32_t a[4];
-    load_transposed(
-        a, tile + place(16 * part + lane % 8 + lane / 16 * 8, 8 * side + 2 * t + lane / 8 % 2));
+    load_transposed(a, tile + (rows ^ (8 * t)));
     float d0[4], d1[4];
     multiply(d0, a, b[0], b[1]);
     multiply(d1, a, b[2], b[3]);
-    proved = is_proved(a, d0, d1) && proved;
+    doubt |= unproved(a, d0, d1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       turned[t][2 * i] = to_bf16x2(d0[2 * i], d0[2 * i + 1]);
       turned[t][2 * i + 1] = to_bf16x2(d1[2 * i], d1[2 * i + 1]);
     }
   }
-  if (__all_sync(kWarp, proved)) {
+  if (__any_sync(kWarp, doubt != 0u)) {
+    turn_in_order(tile, part, side, signs);
+  } else {
+    // Of column 8 i + g four outputs from 4 q on.
+    const int first = turned_place(part, side, g / 2) ^ (g % 2 * 8 + q / 2 * 4 + q % 2 * 2);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      uint32_t* to = tile + turned_place(part, side, 8 * i + g, q / 2) + q % 2 * 2;
-      *reinterpret_cast<uint2*>(to) = make_uint2(turned[i / 2][i % 2 * 2], turned[i / 2][i % 2 * 2 + 1]);
+      *reinterpret_cast<uint2*>(tile + ((first ^ (8 * (i % 4))) + 2 * i * kWords)) =
+          make_uint2(turned[i / 2][i % 2 * 2], turned[i / 2][i % 2 * 2 + 1]);
     }
-  } else {
-    turn_in_order(tile, part, side, signs);
   }
   __syncwarp();
 }
@@ -664,33 +692,35 @@ __device__ uint2 key_of(const Output& p) {
 
 // Quantizes the tile's rows, keeps x in shared memory, and returns the sum of `outside`.
 __device__ uint32_t quantize_rows(
-    const Arguments& p, const Tensor& tensor, uint32_t* tile, int64_t first_row, int64_t first_col) {
-  const uint2 key = R_SR ? key_of(p.row) : make_uint2(0, 0);
+    const Arguments& p, const Tensor& tensor, const RoundKeys& keys, uint32_t* tile,
+    int64_t first_row, int64_t first_col) {
   constexpr int kWordsOut = words_of(R_FORM), kStep = kThreads / 8;
   const int g = threadIdx.x % 8;
-  const bool inside_col = first_col + 16 * g < p.cols;
   const int64_t row_blocks = p.cols / 16;
   int64_t number = (first_row + threadIdx.x / 8) * row_blocks + first_col / 16 + g;
-  uint32_t sum = 0;
+  // Rows to go; none where the block's columns are not there.
+  int left = first_col + 16 * g < p.cols ? int(min(p.rows - first_row, int64_t(kRows))) : 0;
+  left -= threadIdx.x / 8;
+  uint32_t* kept = tile + place(threadIdx.x / 8, 2 * g);
+  const int other = place(threadIdx.x / 8, 2 * g + 1) - place(threadIdx.x / 8, 2 * g);
+  uint32_t row = uint32_t(first_row) + threadIdx.x / 8 + p.row0, sum = 0;
+  const uint32_t group = uint32_t(first_col / 16) + g + p.col0 / 16;
 #pragma unroll 1
-  for (int r = threadIdx.x / 8; r < kRows; r += kStep, number += kStep * row_blocks) {
-    const bool inside = inside_col && first_row + r < p.rows;
+  for (int i = 0; i < kRows / kStep; ++i) {
+    const bool inside = left > 0;
     uint4 low = make_uint4(0, 0, 0, 0), high = low;
     if (inside) {
       low = __ldg(p.x + 2 * number);
       high = __ldg(p.x + 2 * number + 1);
     }
-    *reinterpret_cast<uint4*>(tile + place(r, 2 * g)) = low;
-    *reinterpret_cast<uint4*>(tile + place(r, 2 * g + 1)) = high;
+    *reinterpret_cast<uint4*>(kept) = low;
+    *reinterpret_cast<uint4*>(kept + other) = high;
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     float v[16];
     const uint32_t bits = unpack(w, v);
     const Block block = scale_of<R_POW2, R_CHOICE>(v, bits, tensor);
     uint4 random = make_uint4(0, 0, 0, 0);
-    if (R_SR) {
-      random = philox(
-          key.x, key.y, uint32_t(first_row) + r + p.row0, uint32_t(first_col / 16) + g + p.col0 / 16);
-    }
+    if (R_SR) random = philox(keys, row, group);
     uint32_t out[kWordsOut];
     encode<R_FORM, R_SHIFT, R_SR>(v, block, bits, random, out);
     if (R_POW2) sum += outside(block);  // a block of zeros is not
@@ -698,6 +728,7 @@ __device__ uint32_t quantize_rows(
       store(p.row.main + number * kWordsOut * 4, out);
       if (R_FORM == 0) p.row.scales[number] = uint8_t(block.byte);
     }
+    left -= kStep, row += kStep, number += kStep * row_blocks, kept += kStep * kWords;
   }
   return sum;
 }
@@ -705,13 +736,13 @@ __device__ uint32_t quantize_rows(
 // Quantizes the tile's columns into `staged`, a column after the other; returns as quantize_rows.
 template <int PITCH>
 __device__ uint32_t quantize_columns(
-    const Arguments& p, const Tensor& tensor, uint32_t* tile, uint32_t* staged, int64_t first_row,
-    int64_t first_col) {
-  const uint2 key = C_SR ? key_of(p.column) : make_uint2(0, 0);
+    const Arguments& p, const Tensor& tensor, const RoundKeys& keys, uint32_t* tile,
+    uint32_t* staged, int64_t first_row, int64_t first_col) {
   constexpr int kWordsOut = words_of(C_FORM);
   const int word = threadIdx.x % kWords, part = threadIdx.x / kWords;
   const int64_t col = first_col + 2 * word, block_row = first_row / 16 + part;
   const bool inside = block_row * 16 < p.rows && col < p.cols;
+  const int turned = turned_place(part, word / 32, word % 32);
   uint32_t w[16], sum = 0;
   if (C_HADAMARD) {
     turn(tile, part, word / 32, p.signs);
@@ -727,8 +758,7 @@ __device__ uint32_t quantize_columns(
       uint32_t pairs[8];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint4 four = *reinterpret_cast<const uint4*>(
-            tile + turned_place(part, word / 32, 2 * (word % 32) + half, i));
+        const uint4 four = *reinterpret_cast<const uint4*>(tile + (turned ^ (8 * half + 4 * i)));
         pairs[4 * i] = four.x, pairs[4 * i + 1] = four.y;
         pairs[4 * i + 2] = four.z, pairs[4 * i + 3] = four.w;
       }
@@ -741,8 +771,8 @@ __device__ uint32_t quantize_columns(
     const Block block = scale_of<C_POW2, C_CHOICE>(v, bits, tensor);
     uint4 random = make_uint4(0, 0, 0, 0);
     if (C_SR) {
-      random = philox(
-          key.x, key.y, uint32_t(col + half) + p.col0, uint32_t(block_row) + p.row0 / 16);
+      random =
+          philox(keys, uint32_t(col + half) + p.col0, uint32_t(block_row) + p.row0 / 16);
     }
     uint32_t out[kWordsOut];
     encode<C_FORM, C_SHIFT, C_SR>(v, block, bits, random, out);
@@ -788,19 +818,20 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_pair(const Arguments p) 
   constexpr int kPitch = kColumn + (words_of(C_FORM) == 2 ? 2 : 4);
   __shared__ __align__(16) uint32_t tile[kRows * kWords];
   __shared__ __align__(16) uint32_t staged[2 * kWords * kPitch];
+  __shared__ RoundKeys keys[2];
   __shared__ int counts[4];
   const int64_t first_row = int64_t(blockIdx.y) * kRows, first_col = int64_t(blockIdx.x) * 128;
-  if (R_POW2 || C_POW2) {
-    if (threadIdx.x < 4) counts[threadIdx.x] = 0;
-    __syncthreads();
-  }
+  if (threadIdx.x < 4) counts[threadIdx.x] = 0;
+  if (R_SR) make_round_keys(key_of(p.row), keys[0]);
+  if (C_SR) make_round_keys(key_of(p.column), keys[1]);
+  __syncthreads();
   const Tensor row_tensor = tensor_of<R_POW2>(*p.row.amax, R_NUMERATOR);
-  const uint32_t of_rows = quantize_rows(p, row_tensor, tile, first_row, first_col);
+  const uint32_t of_rows = quantize_rows(p, row_tensor, keys[0], tile, first_row, first_col);
   if (R_POW2) count(of_rows, counts);
   __syncthreads();
   const Tensor column_tensor = tensor_of<C_POW2>(*p.column.amax, C_NUMERATOR);
   const uint32_t of_columns =
-      quantize_columns<kPitch>(p, column_tensor, tile, staged, first_row, first_col);
+      quantize_columns<kPitch>(p, column_tensor, keys[1], tile, staged, first_row, first_col);
   if (C_POW2) count(of_columns, counts + 2);
   __syncthreads();
   write_columns<kPitch>(p, staged, first_row, first_col);
