@@ -188,10 +188,15 @@ __device__ void rotation_words(uint32_t (&b)[4], const float* signs) {
   b[3] = b[1] ^ (q & 1 ? both : 0u);
 }
 
-// Zero if the sums of a thread's two columns (first and second halves of d0, d1) are proved to be
-// the reference's; a: the columns' elements. All threads of a warp call it.
-__device__ uint32_t unproved(
-    const uint32_t (&a)[4], const float (&d0)[4], const float (&d1)[4]) {
+// What proves the sums of a thread's two columns, c = lane / 4 and c + 8 of a tile of 16.
+struct Proof {
+  uint32_t doubt;     // zero where the first case is given
+  float most;         // 2^-16 L of the larger column
+  float e0, e1;       // E of both
+};
+
+// The first case, looked for by a thread in its eight elements; all threads of a warp call it.
+__device__ Proof prove(const uint32_t (&a)[4]) {
   uint32_t magnitudes[4], least = 0xFFFFFFFFu;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -203,23 +208,28 @@ __device__ uint32_t unproved(
   // which is above all magnitudes; from below, 2^-103 is.
   float sums[4];
   multiply(sums, magnitudes, 0x45844584u, 0x45844584u);
-  const float most = fmaxf(fmaxf(sums[0], sums[2]) * 3.7252903e-09f, 9.8607613e-32f);
-  const uint32_t bound = __byte_perm(bits_of(most), 0u, 0x3232u);
-  uint32_t doubt = __vminu2(least, bound) ^ bound;
-  if (__any_sync(kWarp, doubt != 0u)) {
-    // A column's elements, and its sums, lie in four threads.
-    doubt |= __shfl_xor_sync(kWarp, doubt, 1);
-    doubt |= __shfl_xor_sync(kWarp, doubt, 2);
-    const float e0 = fmaxf(sums[0] * 2.3283064e-10f, 9.8607613e-32f);
-    const float e1 = fmaxf(sums[2] * 2.3283064e-10f, 9.8607613e-32f);
-    const uint32_t differing =
-        (to_bf16x2(d0[0] - e0, d0[1] - e0) ^ to_bf16x2(d0[0] + e0, d0[1] + e0)) |
-        (to_bf16x2(d1[0] - e0, d1[1] - e0) ^ to_bf16x2(d1[0] + e0, d1[1] + e0)) |
-        (to_bf16x2(d0[2] - e1, d0[3] - e1) ^ to_bf16x2(d0[2] + e1, d0[3] + e1)) |
-        (to_bf16x2(d1[2] - e1, d1[3] - e1) ^ to_bf16x2(d1[2] + e1, d1[3] + e1));
-    if (differing == 0u && most < kFltMax) doubt = 0u;
-  }
-  return doubt;
+  Proof proof;
+  proof.most = fmaxf(fmaxf(sums[0], sums[2]) * 3.7252903e-09f, 9.8607613e-32f);
+  const uint32_t bound = __byte_perm(bits_of(proof.most), 0u, 0x3232u);
+  proof.doubt = __vminu2(least, bound) ^ bound;
+  proof.e0 = fmaxf(sums[0] * 2.3283064e-10f, 9.8607613e-32f);
+  proof.e1 = fmaxf(sums[2] * 2.3283064e-10f, 9.8607613e-32f);
+  return proof;
+}
+
+__device__ uint32_t differing(float first, float second, float e) {
+  return to_bf16x2(first - e, second - e) ^ to_bf16x2(first + e, second + e);
+}
+
+// Lanes of a warp whose sums neither case proves. A column's elements, and its sums, lie in four.
+__device__ uint32_t unproved(const Proof& proof, const float (&d0)[4], const float (&d1)[4]) {
+  uint32_t doubt = proof.doubt;
+  doubt |= __shfl_xor_sync(kWarp, doubt, 1);
+  doubt |= __shfl_xor_sync(kWarp, doubt, 2);
+  const uint32_t apart =
+      differing(d0[0], d0[1], proof.e0) | differing(d1[0], d1[1], proof.e0) |
+      differing(d0[2], d0[3], proof.e1) | differing(d1[2], d1[3], proof.e1);
+  return __ballot_sync(kWarp, doubt != 0u && (apart != 0u || !(proof.most < kFltMax)));
 }
 
 // The tile in shared memory: 16 bytes number `unit` of a row, spread over the banks.
@@ -258,12 +268,39 @@ __device__ void turn_in_order(uint32_t* tile, int part, int side, const float* s
   }
 }
 
-// The same, by tensor cores where that is proved to be the same.
+// Sums in order of the columns c and c + 8 of 64, an output a thread; four lanes g (c % 8) take
+// them as `turn` keeps them.
+__device__ void sum_in_order(
+    const uint32_t* tile, int part, int side, int c, const float* signs, uint32_t (&turned)[4]) {
+  const int lane = threadIdx.x % 32, output = lane % 16, q = lane % 4;
+  // Bit k: the sign of element k.
+  uint32_t negative = __ballot_sync(kWarp, is_negative(signs, output) != 0u);
+  negative ^= (output & 1 ? 0xAAAAu : 0u) ^ (output & 2 ? 0xCCCCu : 0u) ^
+      (output & 4 ? 0xF0F0u : 0u) ^ (output & 8 ? 0xFF00u : 0u);
+  const int word = 32 * side + c / 2 + lane / 16 * 4;
+  float sum = 0.f;
+#pragma unroll 4
+  for (int k = 0; k < 16; ++k) {
+    const uint32_t w = word_at(tile, 16 * part + k, word);
+    const float x = float_of(w << (c & 1 ? 0 : 16) & 0xFFFF0000u) * 0.25f;
+    const float term = negative >> k & 1u ? -x : x;
+    sum = k == 0 ? term : sum + term;
+  }
+  const uint32_t pair = to_bf16x2(sum, __shfl_down_sync(kWarp, sum, 1));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t found = __shfl_sync(kWarp, pair, i / 2 * 16 + 4 * q + i % 2 * 2);
+    if (lane / 4 == c % 8) turned[i] = found;
+  }
+}
+
+// As turn_in_order, by tensor cores where that is proved to be the same.
 __device__ void turn(uint32_t* tile, int part, int side, const float* signs) {
   const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
-  uint32_t b[4], turned[4][4], doubt = 0u;
+  uint32_t b[4], turned[4][4];
   rotation_words(b, signs);
   const int rows = place(16 * part + lane % 8 + lane / 16 * 8, 8 * side + lane / 8 % 2);
+  int left = 4;  // columns pay to be summed one by one
 #pragma unroll
   for (int t = 0; t < 4; ++t) {  // of 16 columns
     uint32_t a[4];
@@ -271,16 +308,27 @@ __device__ void turn(uint32_t* tile, int part, int side, const float* signs) {
     float d0[4], d1[4];
     multiply(d0, a, b[0], b[1]);
     multiply(d1, a, b[2], b[3]);
-    doubt |= unproved(a, d0, d1);
+    const Proof proof = prove(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       turned[t][2 * i] = to_bf16x2(d0[2 * i], d0[2 * i + 1]);
       turned[t][2 * i + 1] = to_bf16x2(d1[2 * i], d1[2 * i + 1]);
     }
+    if (__any_sync(kWarp, proof.doubt != 0u)) {
+      uint32_t open = unproved(proof, d0, d1);
+      while (open != 0u && left > 0) {
+        const int four = (__ffs(int(open)) - 1) / 4;
+        sum_in_order(tile, part, side, 16 * t + four, signs, turned[t]);
+        open &= ~(0xFu << (4 * four));
+        --left;
+      }
+      if (open != 0u) left = -1;
+    }
   }
-  if (__any_sync(kWarp, doubt != 0u)) {
+  if (left < 0) {
     turn_in_order(tile, part, side, signs);
   } else {
+    __syncwarp();
     // Of column 8 i + g four outputs from 4 q on.
     const int first = turned_place(part, side, g / 2) ^ (g % 2 * 8 + q / 2 * 4 + q % 2 * 2);
 #pragma unroll
