@@ -121,7 +121,8 @@ def _library(macros: tuple[str, ...], capability: tuple[int, int]) -> Any:
     from torch.utils import cpp_extension
 
     target = f"sm_{capability[0]}{capability[1]}"
-    text = " ".join((*macros, target, torch.version.cuda or "")).encode() + SOURCE.read_bytes()
+    text = " ".join((*macros, target, torch.version.cuda or "")).encode()
+    text += b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.cu*")))
     name = f"nibble_quantize_pair_{hashlib.blake2b(text, digest_size=8).hexdigest()}"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     folder = Path(root) / name

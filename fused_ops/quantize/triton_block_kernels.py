@@ -482,7 +482,8 @@ def four_over_six(v, a, s_enc, s_dec, amax, SQUARED: tl.constexpr):
         unsure = tl.where(sure | (a == 0.0), 0, 1)
         doubtful = tl.max(tl.max(unsure, axis=1), axis=0)
         four = error4 < error6
-        if (doubtful != 0) | (amax < 1e-15) | (amax > 1e30):
+        # Nor do they where squares of the definition's over- or underflow.
+        if (doubtful != 0) | (amax < 1e-12) | (amax > 1e15):
             four = _decoded_choice(v, byte6, byte4, factor6, factor4, amax, True)
     else:
         four = _decoded_choice(v, byte6, byte4, factor6, factor4, amax, False)
