@@ -252,7 +252,8 @@ class QuantizedTensor:
     scales: decode factors of blocks, one a block and unswizzled: uint8 E4M3 or E8M0 bytes, or
         fp32; [rows, blocks], for tiles [row tiles, blocks], for FP8 of a whole tensor [1, 1].
     amax: fp32, what the tensor scale was made of: scalar, or [rows] if row_scaled. For pow2 it
-        is 2688 * 2**shift, for MX and FP8 blockwise, which have no tensor scale, 1.
+        is 2688 * 2**shift ([rows] where rows have shifts of their own, for batch invariance), for
+        MX and FP8 blockwise, which have no tensor scale, 1.
     shape: (rows, cols) before padding to blocks. With a Hadamard rotation cols is the size
         padded to the rotation, since rotated padding is not zero.
     out_of_range: int32 [2], values or blocks (above, below) the range of the shift (pow2) or of
@@ -268,13 +269,13 @@ class QuantizedTensor:
 
     @property
     def tensor_scale(self) -> Tensor:
-        """fp32 decode factor outside the block scales: scalar, or [rows, 1] if row_scaled."""
+        """fp32 decode factor outside the block scales: scalar, or [rows, 1] with an amax a row."""
         if self.spec.format in ("fp8_tensorwise", "fp8_delayed"):
             return self.scales.view(())
         if self.spec.format == "nvfp4":
             # A tensor divisor: torch multiplies by the reciprocal of a Python number on GPUs.
             scale = self.amax / torch.full_like(self.amax, self.spec.numerator)
-            return scale.view(-1, 1) if self.spec.row_scaled else scale
+            return scale.view(-1, 1) if scale.dim() else scale
         return self.amax
 
     @property

@@ -21,6 +21,7 @@ from fused_ops.quantize.blocks import (
     scale_,
     tensor_amax,
 )
+from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.rounding import Dither, round_e2m1_
 
 LARGEST, SMALLEST = 8, -6
@@ -48,6 +49,24 @@ def shift_of(amax: Tensor) -> Tensor:
     """Shift (int32 scalar) that stores the scale of a block with this amax as 2**8."""
     finite = torch.where(torch.isfinite(amax), amax, torch.zeros_like(amax))
     return (ceil_exponent(finite) - LARGEST).clamp(*SHIFT_RANGE)
+
+
+def in_own_range(x: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
+    """Each row moved into range by its own shift, so that it does not matter what the others hold.
+
+    Args:
+        x: [rows, cols] fp32, bf16 or fp16, not rotated yet.
+
+    Returns:
+        x * 2**-shift, fp32, whose codes under `OWN_AMAX` are those of the row by itself; and
+        2688 * 2**shift, fp32 [rows].
+    """
+    shift = shift_of(amax_from_plain(spec, x.abs().amax(1).float()))
+    return x.float() * power(-shift).unsqueeze(1), 2688.0 * power(shift)
+
+
+OWN_AMAX = 6.0 * 2.0**LARGEST
+"""The amax whose shift is 0."""
 
 
 def quantize_pow2(

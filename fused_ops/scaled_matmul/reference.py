@@ -99,7 +99,7 @@ def alpha(a: Operand, b: Operand, shift: int = 0) -> Tensor | None:
         scale = operand.amax
         if isinstance(operand, QuantizedTensor) and operand.spec.format != "nvfp4":
             scale = operand.tensor_scale
-        scale = scale.view(shape) if operand.spec.row_scaled else scale
+        scale = scale.view(shape) if scale.dim() else scale
         result = scale if result is None else result * scale
         numerators *= operand.spec.numerator
     return None if result is None else result * (fp32_reciprocal(numerators) * 2.0**shift)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Power-of-two block scales: valid NVFP4, exact in E4M3, local; FP8 operands; the error table."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fused_ops.cases import KINDS, make_input
 from fused_ops.codecs import decode_e2m1, decode_fp8
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import quantize, quantize_stale
+from fused_ops.quantize import operand_amax, quantize, quantize_stale
 from fused_ops.quantize.hadamard import rotate
+from fused_ops.quantize.reference_pow2 import OWN_AMAX, in_own_range
 from fused_ops.testing import assert_bitwise_equal, relative_mse, slope, slope_at_block_maxima
 
 POW2 = OperandSpec(format="nvfp4", scale="pow2")
@@ -209,3 +212,24 @@ def test_half_a_scale_that_is_clamped_is_counted():
     redone, was = quantize_stale(x, BETTER, x.abs().amax() * 2.0**12, margin=2)
     assert was
     assert torch.equal(redone.dequantize(), own.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "spec", [POW2, BETTER, OperandSpec(format="nvfp4", scale="pow2", hadamard=16)]
+)
+def test_rows_in_their_own_range_have_the_codes_that_they_have_alone(spec, dtype):
+    """Rows 30 binades apart, blocks below the range of their row, a row of zeros."""
+    x = make_input("student_t3", (5, 64), seed=6).to(dtype)
+    x *= 2.0 ** torch.tensor([[0], [-30], [20], [3], [0]])
+    x[1, 16:32] *= 2.0**-20
+    x[4] = 0.0
+    moved, amax = in_own_range(x, spec)
+    found = quantize(moved, spec, amax=torch.tensor(OWN_AMAX))
+    for i, row in enumerate(x):
+        alone = quantize(row[None], spec, amax=operand_amax(row[None], spec))
+        assert torch.equal(found.codes[i], alone.codes[0])
+        assert torch.equal(found.scales[i], alone.scales[0])
+        assert amax[i] == alone.amax
+        own = replace(found, amax=amax).dequantize()[i]
+        assert_bitwise_equal(own, alone.dequantize()[0])

@@ -178,6 +178,29 @@ def test_a_sequence_does_not_depend_on_its_batch_by_one_bit(recipe, pattern):
     assert torch.equal(fewer[1], beside[0])
 
 
+@pytest.mark.parametrize("pattern", ["M-", "*E"])
+def test_nor_where_power_of_two_scales_leave_their_range(pattern):
+    """Squared activations reach below the 14 binades of one shift: each token has its own."""
+    fields = {"gated_linear_unit": False, "activation_func": "squared_relu"}
+    model = build(pattern, POW2, **fields)
+    for name, module in model.named_modules():
+        with torch.no_grad():
+            if name.endswith("linear_fc1"):
+                module.weight *= 8
+                module.weight[..., :32, :] *= 2e-3
+            elif name.endswith("linear_fc2"):
+                module.weight[..., :32] *= 1000
+    ids = sequences((21, 1, 14, 2, 3))
+    beside = cached(model, ids, [11], batch_invariant=True)
+    shared = cached(model, ids, [11])
+    for i, s in enumerate(ids):
+        assert torch.equal(cached(model, [s], [11], batch_invariant=True)[0], beside[i])
+        torch.testing.assert_close(beside[i], shared[i], rtol=0.02, atol=0.02)
+    assert any(
+        (cached(model, [s], [11])[0] - shared[i]).abs().max() > 1e-4 for i, s in enumerate(ids)
+    ), "one shift for all tokens is not enough here"
+
+
 def test_batch_invariance_can_fail(monkeypatch):
     """With one amax for a tensor it does not hold, nor with GEMMs of as many rows as there are."""
     ids = sequences((17, 1, 14))
