@@ -4,6 +4,7 @@
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 
 def prepare() -> None:
@@ -14,6 +15,29 @@ def prepare() -> None:
     from pretrain import cpu_compat  # only now: it takes seconds to import
 
     cpu_compat.enable()
+
+
+def output_problems(option: str, path: Path | None) -> list[str]:
+    """Why a file that is written at the end cannot be: asked before the work. Makes its folder."""
+    if path is None:
+        return []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return [f"{option} must be a file that can be written; got {path} ({reason})"]
+    return []
+
+
+def seed_problems(seed: int) -> list[str]:
+    """What is wrong with a seed of torch's generators, from which other ones are counted."""
+    if -(2**62) <= seed < 2**62:
+        return []
+    return [f"--seed must be between -2^62 and 2^62; got {seed}; choose a smaller number"]
 
 
 def refused(error: Exception) -> int:

@@ -59,6 +59,11 @@ def choose_device(name: str) -> torch.device:
                 "CUDA_VISIBLE_DEVICES= in front"
             )
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {name} needs a GPU that torch can use; it finds none on "
+            f"{socket.gethostname()}; take auto or cpu, or see why (nvidia-smi, torch.version.cuda)"
+        )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.index >= torch.cuda.device_count():
         raise ConfigError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import output_problems, prepare, refused
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,19 +40,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in options.tasks.split(",") if name.strip()]
+
+
 def _problems(options: argparse.Namespace) -> list[str]:
     rules = (
-        (options.limit is None or options.limit > 0, f"--limit must be positive: {options.limit}"),
+        (
+            options.limit is None or options.limit > 0,
+            f"--limit must be positive; got {options.limit}",
+        ),
         (
             options.num_fewshot is None or options.num_fewshot >= 0,
             f"--num-fewshot must not be negative; got {options.num_fewshot}",
+        ),
+        (bool(_names(options)), f"--tasks must name a task; got {options.tasks!r}"),
+        (options.batch_size >= 1, f"--batch-size must be at least 1; got {options.batch_size}"),
+        (
+            options.max_length is None or options.max_length >= 2,
+            f"--max-length must be at least 2 tokens; got {options.max_length}",
         ),
         (
             options.include is None or options.include.is_dir(),
             f"--include must be a folder; {options.include} is none",
         ),
     )
-    return [text for holds, text in rules if not holds]
+    found = [text for holds, text in rules if not holds]
+    return found + output_problems("--output", options.output)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -69,7 +83,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     scorer = Scorer(opened, options.batch_size, options.max_length)
     results = run_tasks(
         scorer,
-        [name for name in options.tasks.split(",") if name],
+        _names(options),
         include=options.include,
         num_fewshot=options.num_fewshot,
         limit=options.limit,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import prepare, refused, seed_problems
 
 if TYPE_CHECKING:
     from models.generation.sampling import Sampling
@@ -50,21 +50,33 @@ def _parser() -> argparse.ArgumentParser:
 def _problems(options: argparse.Namespace) -> list[str]:
     rules = (
         (options.tokens >= 1, f"--tokens must be at least 1; got {options.tokens}"),
-        (options.temperature >= 0, f"--temperature must not be negative; {options.temperature}"),
+        (
+            options.temperature >= 0,
+            f"--temperature must not be negative; got {options.temperature}",
+        ),
         (options.top_k >= 0, f"--top-k must not be negative; got {options.top_k}; 0 keeps all"),
         (0 < options.top_p <= 1, f"--top-p must be in (0, 1]; got {options.top_p}; 1 keeps all"),
-        (
-            options.prompts is None or options.prompts.is_file(),
-            f"--prompts must be a file of one prompt a line; {options.prompts} is none",
-        ),
     )
-    return [text for holds, text in rules if not holds]
+    found = [text for holds, text in rules if not holds] + seed_problems(options.seed)
+    try:
+        if options.prompts is not None and not _lines(options.prompts):
+            found.append(f"--prompts must hold a prompt; {options.prompts} has only empty lines")
+    except (OSError, UnicodeDecodeError) as error:
+        found.append(
+            "--prompts must be a file of one prompt a line, in UTF-8; "
+            f"got {options.prompts}: {error}"
+        )
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     found = list(options.prompt or [])
     if options.prompts is not None:
-        found += [line for line in options.prompts.read_text().splitlines() if line]
+        found += _lines(options.prompts)
     return found or ["The "]
 
 

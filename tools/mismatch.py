@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import output_problems, prepare, refused, seed_problems
 
 if TYPE_CHECKING:
-    from pretrain.generation.mismatch_report import Report
+    from pretrain.generation.mismatch_report import Question, Report
 
 COLUMNS = (
     ("mean", "mean |d|"),
@@ -59,6 +59,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _question(options: argparse.Namespace) -> "Question":
+    """ConfigError with all that is wrong, before the model is read."""
+    from pretrain.generation.mismatch_report import Question
+
+    problems = output_problems("--output", options.output) + seed_problems(options.seed)
+    try:
+        question = Question(
+            sampler=options.sampler,
+            trainer=options.trainer,
+            data=options.data,
+            sequences=options.sequences,
+            length=options.length,
+            prompt=options.prompt,
+            sample=options.sample,
+            seed=options.seed,
+            handoff=options.handoff,
+        )
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return question
+
+
 def _print_report(report: "Report") -> None:
     rows = [
         ("bf16 both", report.baseline),
@@ -88,22 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
     prepare()
     from pretrain.checkpoint.manager import CheckpointError
     from pretrain.generation.handoff import HandoffError
-    from pretrain.generation.mismatch_report import Question, measure
+    from pretrain.generation.mismatch_report import measure
     from pretrain.generation.opened import OpenedModel
     from pretrain.initialize import shut_down
 
     try:
-        question = Question(
-            sampler=options.sampler,
-            trainer=options.trainer,
-            data=options.data,
-            sequences=options.sequences,
-            length=options.length,
-            prompt=options.prompt,
-            sample=options.sample,
-            seed=options.seed,
-            handoff=options.handoff,
-        )
+        question = _question(options)
         opened = OpenedModel(
             options.checkpoint,
             device=options.device,
@@ -111,6 +125,12 @@ def main(arguments: list[str] | None = None) -> int:
             needs_tokenizer=False,
         )
         report = measure(opened, question)
+        if report.sequences < question.sequences:
+            print(
+                f"note: the data holds {report.sequences} of the {question.sequences} sequences "
+                "that were asked for",
+                file=sys.stderr,
+            )
         _print_report(report)
         if options.output is not None:
             options.output.write_text(json.dumps(asdict(report), indent=2, default=str) + "\n")

@@ -12,12 +12,18 @@ is the damage at this checkpoint, not that of training with the plan.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import output_problems, prepare, refused
+
+if TYPE_CHECKING:
+    from pretrain.engine import Engine
+    from pretrain.train_step import MicroBatch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +56,7 @@ def _rank(options: argparse.Namespace) -> int:
     from pretrain.ranking import choose
     from pretrain.ranking.measure import damage, each_alone, measure, quantized_modules
     from pretrain.ranking.opened import open_engine, read_batches
+    from pretrain.ranking.plan import plan_section, write_plan
 
     _check(options)
     config = load_config(options.config, options.overrides)
@@ -69,7 +76,7 @@ def _rank(options: argparse.Namespace) -> int:
                 bar.step()
     layers = {name: one for (name, gemm), one in found.items() if gemm == "all"}
     scores = choose.scores(layers, options.by)
-    modules = engine.plan.modules
+    modules, allowed = engine.plan.modules, None
     if options.max_gap is None:
         chosen = choose.within_share(scores, modules, options.bf16_share or 0.16)
     else:
@@ -77,30 +84,48 @@ def _rank(options: argparse.Namespace) -> int:
         chosen = choose.within_gap(scores, layers, modules, whole.loss_change, allowed)
     print(choose.render(found, scores, whole, chosen, modules))
     share = choose.flops_of(chosen, modules)
-    verdict = ""
-    if options.verify and chosen:
-        last = choose.last_layers(names, modules, share)
-        judged = choose.verify(engine, others, chosen, last)
-        verdict = judged.text
-        print(f"\n{verdict}\nwithout any layer in BF16: loss {judged.none.loss_change:+.2e}")
-    head = [
-        f"python -m tools.rank_layers {options.config} {options.checkpoint}: step {step}",
-        f"{len(chosen)} linear layers in BF16, {share:.3f} of the linear layers' FLOPs",
-        verdict,
-    ]
-    choose.write_plan(options.output, config, chosen, head)
-    print(f"{options.output}")
+    high = choose.flops_of([module.name for module in modules if module.name not in names], modules)
+    said = [
+        f"{len(chosen)} linear layers in BF16, {share:.3f} of the linear layers' FLOPs; "
+        f"{share + high:.3f} with those that the run keeps high already",
+        *_verdict(options, (engine, others), chosen, choose.last_layers(names, modules, share),
+                  allowed),
+    ]  # fmt: skip
+    section = plan_section(config, chosen)
+    head = f"python -m tools.rank_layers {options.config} {options.checkpoint}: step {step}"
+    write_plan(options.output, section, [head, *said])
+    print("", *said, f"{options.output}", sep="\n")
     return 0
+
+
+def _verdict(
+    options: argparse.Namespace,
+    judge: "tuple[Engine, Sequence[Sequence[MicroBatch]]]",
+    chosen: Sequence[str],
+    last: Sequence[str],
+    allowed: float | None,
+) -> list[str]:
+    """What other batches say of the plan."""
+    from pretrain.ranking import choose
+
+    if not options.verify:
+        return ["not judged on other batches (--verify 0)"]
+    judged = choose.verify(*judge, chosen, last)
+    found = [judged.text] if chosen else ["no layer needs BF16"]
+    if allowed is not None:
+        found.append(judged.gap(allowed))
+    return [*found, f"without any of these layers in BF16: loss {judged.none.loss_change:+.2e}"]
 
 
 def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.bf16_share is not None and not 0 < options.bf16_share < 1:
         problems.append(f"--bf16-share must be between 0 and 1; got {options.bf16_share:g}")
-    if options.max_gap is not None and options.max_gap < 0:
+    if options.max_gap is not None and not 0 <= options.max_gap < math.inf:
         problems.append(f"--max-gap must be at least 0 per cent; got {options.max_gap:g}")
     if options.verify < 0:
         problems.append(f"--verify must be at least 0 batches; got {options.verify}")
+    problems += output_problems("--output", options.output)
     if problems:
         raise ConfigError(problems)
 

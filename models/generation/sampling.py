@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fused_ops.errors import ConfigError
 from models.generation.cached_model import CachedModel
 
 
@@ -28,7 +29,8 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """One token id from fp32 [vocab_size] logits on the CPU."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    # Less the largest, so that a temperature next to zero is the likeliest token and no overflow.
+    logits = (logits - logits.max()) / max(sampling.temperature, 1e-30)
     values, ids = logits, None
     if 0 < sampling.top_k < logits.numel():
         values, ids = logits.topk(sampling.top_k)
@@ -70,8 +72,17 @@ class Request:
             self._generators.append(torch.Generator().manual_seed(first + index))
 
     def next(self, index: int, logits: Tensor) -> int:
-        """The token of sequence `index` that follows, from [rows] logits."""
+        """The token of sequence `index` that follows, from [rows] logits.
+
+        Raises:
+            ConfigError: logits that are not finite.
+        """
         logits = logits[: self.vocab_size].float().cpu()
+        if not bool(torch.isfinite(logits).all()):
+            raise ConfigError(
+                f"a model must give finite logits; those of sequence {index} hold Inf or NaN: its "
+                "weights do, or an activation overflowed; take a checkpoint from before that"
+            )
         return choose(logits, self.sampling, self._generators[index])
 
 

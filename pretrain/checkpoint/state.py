@@ -9,7 +9,7 @@ import contextlib
 import gc
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,31 @@ def local_bytes(state: dict[str, Any]) -> int:
     return total
 
 
-def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any, average: Any = None) -> None:
+def load_sharded(
+    folder: Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    average: Any = None,
+    *,
+    whole: bool = False,
+) -> None:
     """Load model chunks and, unless None, the optimizer. Runs no code of the checkpoint.
 
     A moving average that the checkpoint does not hold begins at its weights.
 
     Hyperparameters of the optimizer (everything in its parameter groups but the step) stay as this
-    run's config made them. CheckpointError when the checkpoint does not fit this model.
+    run's config made them. CheckpointError when the checkpoint does not fit this model; with
+    `whole` also when it holds weights that the model has no place for.
     """
     index = read_index(folder)  # torch goes on without an index that it cannot read
     hyper = _hyperparameters(optimizer)
     held = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
     state = sharded_state(chunks, optimizer, loading=True, average=average if held else None)
+    if whole and (left := _left_over(index.state_dict_metadata, state)):
+        raise CheckpointError(
+            f"{folder} holds {len(left)} weights that this model has no place for, such as "
+            f"{left[0]}: it is another model's; give the model section that it was trained with"
+        )
     try:
         with refuse_code():
             loaded = dist_checkpointing.load(state, str(folder))
@@ -148,6 +161,30 @@ def load_sharded(folder: Path, chunks: Sequence[Any], optimizer: Any, average: A
     optimizer.load_state_dict(loaded["optimizer"])
     for group, (_, kept) in zip(_groups(optimizer), hyper):
         group.update(kept)
+
+
+_WEIGHTS = ("embedding.", "decoder.", "mtp.", "output_layer.")
+
+
+def _left_over(held: Iterable[str], state: dict[str, Any]) -> list[str]:
+    """Weights of a checkpoint that a sharded state dict does not ask for."""
+    asked: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict | list):
+            for each in value.values() if isinstance(value, dict) else value:
+                walk(each)
+        elif hasattr(value, "key"):
+            asked.add(value.key)
+
+    walk(state)
+    found = []
+    for name in held:
+        parts = name.split(".")  # what is saved in parts has the name of the whole in front
+        parents = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
+        if name.startswith(_WEIGHTS) and "_extra_state" not in name:
+            found += [] if asked & set(parents) else [name]
+    return sorted(found)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -33,7 +33,7 @@ _TRIES = 3
 
 
 class HandoffError(RuntimeError):
-    """A version could not be read; the model is as it was. Says what to do."""
+    """A version could not be read or written; a model is as it was. Says what to do."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def publish_weights(folder: Path, model: Any, version: int, *, keep: int = 2) ->
 
     Raises:
         ConfigError: a version that is not new, or a model that is cut over processes.
+        HandoffError: the folder cannot be written; the version before it counts.
     """
     current = _pointer(folder)
     problems = []
@@ -71,6 +72,19 @@ def publish_weights(folder: Path, model: Any, version: int, *, keep: int = 2) ->
     if problems:
         raise ConfigError(problems)
     tensors, formats = pack_weights(model)
+    try:
+        return _publish(folder, version, keep, (tensors, formats))
+    except OSError as error:
+        last = "none counts" if current is None else f"version {current['version']} counts"
+        raise HandoffError(
+            f"a hand-over needs a folder that can be written and has room; got {folder} "
+            f"({(error.strerror or str(error)).lower()}); {last}; make room or name another folder"
+        ) from error
+
+
+def _publish(
+    folder: Path, version: int, keep: int, packed: tuple[Mapping[str, Tensor], Mapping[str, Any]]
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"v{version:08d}"
     part, target = folder / f"{name}.part", folder / name
@@ -78,7 +92,7 @@ def publish_weights(folder: Path, model: Any, version: int, *, keep: int = 2) ->
         if leftover.exists():
             shutil.rmtree(leftover)
     make_folder(part)
-    _write(part, version, tensors, formats)
+    _write(part, version, *packed)
     os.rename(part, target)
     fsync_path(folder)
     pointer = {
@@ -110,18 +124,21 @@ def _write(
 
 
 def _prune(folder: Path, newest: int, keep: int) -> None:
-    """Older versions beyond the last `keep`, and what trainers left that died."""
+    """Older versions beyond the last `keep`, and what trainers left that died.
+
+    What cannot be removed yet (a reader on a network drive) is left for the next time.
+    """
     whole = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
         if match is None:
             continue
         if match[2] or int(match[1]) > newest:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             whole.append((int(match[1]), path))
     for _, path in sorted(whole)[:-keep]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def latest_version(folder: Path) -> int | None:
@@ -135,9 +152,11 @@ def _pointer(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / VERSION).read_bytes())
         if not (isinstance(found, dict) and {"version", "folder", "manifest_sha256"} <= set(found)):
             raise ValueError("keys are missing")
+        if type(found["version"]) is not int or not _NAME.fullmatch(str(found["folder"])):
+            raise ValueError("it names no version")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise HandoffError(
             f"{folder / VERSION} is not readable ({error}); let the trainer hand over again"
         ) from None

@@ -126,6 +126,8 @@ class Report:
 
     sampler: str
     trainer: str
+    sequences: int
+    """As many as were asked for, or as the data holds."""
     mismatch: Mismatch
     baseline: Mismatch
     """BF16 (the model's own type) on both sides: what caches alone do."""
@@ -165,6 +167,7 @@ def measure(opened: OpenedModel, question: Question) -> Report:
     return Report(
         sampler=sides.describe("sampler"),
         trainer=sides.describe("trainer"),
+        sequences=len(tokens),
         mismatch=mismatch,
         baseline=baseline,
         invariance=invariance,

@@ -174,7 +174,7 @@ class OpenedModel:
             self.plan.load_state_dict(extra["precision"])
         if config.train.dtype != "fp32":
             chunks = [Float16Module(engine, chunk) for chunk in chunks]
-        load_sharded(self.path, chunks, None)
+        load_sharded(self.path, chunks, None, whole=True)
         self.state.weights_changed()
         # Weights that need no gradient spare every layer what it would keep for the backward pass.
         self.device, self.model = world.device, chunks[0].eval().requires_grad_(False)

@@ -3,16 +3,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from fused_ops.errors import ConfigError
 from models.gemms import GemmShape
 from pretrain.comparison.gaps import t95
-from pretrain.config import PretrainConfig
-from pretrain.config_file import encode
 from pretrain.engine import Engine
 from pretrain.ranking.measure import Damage, Measured, Recipes, damage, measure, paired
 from pretrain.train_step import MicroBatch
@@ -42,7 +36,7 @@ def within_share(
         ConfigError: not even the smallest of them fits.
     """
     flops = {module.name: module.flops for module in modules}
-    budget, chosen = share * sum(flops.values()), []
+    budget, chosen = share * sum(flops.values()) * (1 + 1e-9), []
     for name in sorted(ranked, key=lambda name: ranked[name] / flops[name], reverse=True):
         if ranked[name] > 0 and flops[name] <= budget:
             budget -= flops[name]
@@ -109,6 +103,7 @@ class Verdict:
     """Loss with the plan less loss with the last layers, mean over samples."""
     half: float
     """Half of its 95 % interval."""
+    samples: int
 
     @property
     def text(self) -> str:
@@ -122,6 +117,16 @@ class Verdict:
         if self.difference - self.half > 0:
             return f"the plan does NOT beat the last layers: loss {figure}; {gradient}"
         return f"the plan does not distinguishably beat the last layers: loss {figure}; {gradient}"
+
+    def gap(self, allowed: float) -> str:
+        """One sentence: whether the plan loses no more than `allowed` nats a token."""
+        change, half = self.plan.loss_change, t95(max(self.samples - 1, 1)) * self.plan.loss_error
+        figure = f"loss {change:+.2e} +- {half:.1e} nats a token, {allowed:.2e} allowed"
+        if change + half <= allowed:
+            return f"the plan keeps --max-gap: {figure}"
+        if change - half > allowed:
+            return f"the plan does NOT keep --max-gap: {figure}"
+        return f"whether the plan keeps --max-gap cannot be told on these batches: {figure}"
 
 
 def verify(
@@ -145,21 +150,7 @@ def verify(
     mean, error = paired(own, other)
     half = t95(max(len(own.losses) - 1, 1)) * error
     none = damage(over(recipes), exact)
-    return Verdict(damage(own, exact), damage(other, exact), none, mean, half)
-
-
-def plan_section(config: PretrainConfig, chosen: Sequence[str]) -> dict[str, Any]:
-    """The run's precision section with the chosen layers in BF16 before its own rules."""
-    section: dict[str, Any] = encode(config)["precision"]
-    rules = [{"modules": name, "recipe": "bf16"} for name in sorted(chosen, key=_place)]
-    kept = {key: value for key, value in section.items() if value not in (None, [], {}, ())}
-    kept["rules"] = rules + list(kept.get("rules", []))
-    return kept
-
-
-def _place(name: str) -> tuple[int, str]:
-    digits = [part for part in name.split(".") if part.isdigit()]
-    return (int(digits[0]) if digits else 0, name)
+    return Verdict(damage(own, exact), damage(other, exact), none, mean, half, len(own.losses))
 
 
 def render(
@@ -194,13 +185,3 @@ def render(
         ]
     lines.append(line("all of them", whole))
     return "\n".join(lines)
-
-
-def write_plan(
-    path: Path, config: PretrainConfig, chosen: Sequence[str], head: Sequence[str]
-) -> None:
-    """Writes the plan as YAML: a precision section that a run file takes as it is."""
-    comments = "".join(f"# {text}\n" for text in head if text)
-    body = yaml.safe_dump({"precision": plan_section(config, chosen)}, sort_keys=False, width=100)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(comments + body)

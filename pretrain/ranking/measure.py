@@ -19,6 +19,7 @@ import torch
 from fused_ops.keys import GEMMS
 from fused_ops.recipe import RECIPES, GemmRecipe, is_quantized
 from pretrain.engine import Engine
+from pretrain.initialize import seed_everything
 from pretrain.inspect_step import forward_step_by_sample
 from pretrain.train_step import MicroBatch, run_schedule
 
@@ -55,6 +56,7 @@ class Damage:
 def measure(engine: Engine, micro_batches: Sequence[MicroBatch], recipes: Recipes) -> Measured:
     """Forward and backward of some micro-batches with these recipes; others in 16 bits."""
     rows: list[tuple[int, float, float]] = []
+    seed_everything(engine.precision_state.seed)  # dropout, where there is some, drops the same
     for chunk in engine.chunks:
         chunk.zero_grad_buffer()
     with engine.plan.instead(recipes):

@@ -34,7 +34,7 @@ def open_engine(config: PretrainConfig, checkpoint: Path) -> tuple[Engine, int]:
     model = config.model
     data = open_dataset(config.data, model.seq_length, config.run.seed, model.vocab_size)
     engine = build_engine(config, world, data.vocab_size)
-    load_sharded(found.path, engine.chunks, None)
+    load_sharded(found.path, engine.chunks, None, whole=True)
     engine.optimizer.reload_model_params()
     engine.precision_state.weights_changed()
     engine.precision_state.set_step(found.step + 1)

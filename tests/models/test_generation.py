@@ -247,6 +247,20 @@ def test_temperature_zero_takes_the_likeliest():
     assert draws(Sampling(temperature=0), 20).tolist() == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 1e-7])
+def test_temperature_next_to_zero_takes_the_likeliest_too(temperature):
+    for top_k in (0, 2):
+        found = draws(Sampling(temperature=temperature, top_k=top_k), 20)
+        assert found.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_said(temperature):
+    request = Request([[1]], 1, Sampling(temperature=temperature))
+    with pytest.raises(ConfigError, match="sequence 0 hold Inf or NaN"):
+        request.next(0, torch.tensor([1.0, math.nan, 0.0]))
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_scales_the_logits(temperature):
     expected = (LOGITS / temperature).softmax(0)

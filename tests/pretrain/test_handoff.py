@@ -168,6 +168,58 @@ def test_a_damaged_version_is_refused_whole(tmp_path, name, damage):
         receive_weights(tmp_path, sampler)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": "x", "folder": "v00000001", "manifest_sha256": "0"}',
+        '{"version": null, "folder": "v00000001", "manifest_sha256": "0"}',
+        '{"version": 2, "folder": "../v00000001", "manifest_sha256": "0"}',
+        "[]",
+    ],
+)
+def test_a_pointer_to_no_version_is_refused(tmp_path, text):
+    model = build(0, pattern="*-")
+    publish_weights(tmp_path, model, 1)
+    (tmp_path / VERSION).write_text(text)
+    for call in (latest_version, read_weights, lambda f: publish_weights(f, model, 5)):
+        with pytest.raises(HandoffError, match="VERSION is not readable"):
+            call(tmp_path)
+
+
+def test_a_folder_without_room_keeps_the_version_before(tmp_path, monkeypatch):
+    model = build(0, pattern="*-")
+    publish_weights(tmp_path, model, 1)
+    real = handoff.write_durably
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(handoff, "write_durably", full)
+    with pytest.raises(HandoffError, match=r"no space left on device\); version 1 counts"):
+        publish_weights(tmp_path, model, 2)
+    assert latest_version(tmp_path) == 1
+    monkeypatch.setattr(handoff, "write_durably", real)
+    publish_weights(tmp_path, model, 2)
+    assert sorted(os.listdir(tmp_path)) == [VERSION, "v00000001", "v00000002"]
+
+
+def test_an_old_version_that_cannot_be_removed_fails_no_hand_over(tmp_path, monkeypatch):
+    model = build(0, pattern="*-")
+    for version in (1, 2):
+        publish_weights(tmp_path, model, version)
+    real = os.unlink
+
+    def busy(path, **options):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(os, "unlink", busy)
+    publish_weights(tmp_path, model, 3)
+    monkeypatch.setattr(os, "unlink", real)
+    assert latest_version(tmp_path) == 3
+    publish_weights(tmp_path, model, 4)
+    assert sorted(os.listdir(tmp_path)) == [VERSION, "v00000003", "v00000004"]
+
+
 WRITES = ("open", "write", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir")
 
 

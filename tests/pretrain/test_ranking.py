@@ -11,6 +11,7 @@ from pretrain.config import load_config, make_config, precision_plan
 from pretrain.ranking.choose import flops_of, last_layers, scores, verify, within_gap, within_share
 from pretrain.ranking.measure import Damage, damage, each_alone, measure, quantized_modules
 from pretrain.ranking.opened import open_engine, read_batches
+from pretrain.ranking.plan import plan_section
 from pretrain.trainer import Trainer
 from tests.toy import make_toy, toy_config
 from tools.rank_layers import main
@@ -153,3 +154,78 @@ def test_command_line_writes_a_plan_that_a_run_takes(trained, tmp_path, capsys):
     assert "between 0 and 1" in errors
     assert "none is whole there" in errors
     assert "nothing is quantized" in errors
+
+
+LAYERS = "layers.{}.mlp.linear_fc{}"
+
+
+@pytest.mark.parametrize(
+    ("precision", "chosen"),
+    [
+        # A rule of the run that nothing is left for.
+        (PRECISION, [LAYERS.format(3, 1), LAYERS.format(3, 2)]),
+        # A named plan whose rules quantize, and come before a run's own.
+        ({"plan": "nemotron3"}, ["layers.0.mixer.out_proj", "layers.2.mlp.linear_fc1"]),
+        ({"plan": "nemotron3", "recipe": "mxfp8", "rules": [{"layers": "2", "recipe": "nvfp4"}]},
+         ["layers.0.mixer.out_proj"]),
+        # Other plans for forward and backward.
+        ({"recipe": None, "phases": {"pretraining_forward": "fp8_paper",
+                                     "pretraining_backward": "nemotron3"}},
+         ["layers.0.mixer.out_proj"]),
+        # A step that goes to fewer bits than BF16.
+        ({"recipe": "nvfp4", "schedule": [{"from": 0.5, "recipe": "mxfp8"}]},
+         ["layers.0.mixer.out_proj", "layers.2.mlp.linear_fc1"]),
+    ],
+)  # fmt: skip
+def test_every_plan_loads_and_changes_the_chosen_layers_alone(tmp_path, precision, chosen):
+    pattern = "*-*-" if precision is PRECISION else "M*-M*-"
+    data = toy_config(make_toy(tmp_path), pattern, precision=precision)
+    config = make_config(data)
+    section = plan_section(config, chosen)
+    written = yaml.safe_load(yaml.safe_dump({"precision": section}))
+    before, after = precision_plan(config), precision_plan(make_config({**data, **written}))
+    for name, recipe in before.recipes().items():
+        assert after.recipes()[name].name == ("bf16" if name in chosen else recipe.name), name
+    for number in range(len(before._stages)):
+        changed = before._stages[number], after._stages[number]
+        assert all(changed[1][n].name == r.name for n, r in changed[0].items() if n not in chosen)
+        assert all(changed[1][n].name == "bf16" for n in chosen)
+
+
+def test_a_gap_is_judged_on_other_batches(opened):
+    engine, batches = opened
+    names = quantized_modules(engine)
+    judged = verify(engine, batches[1:], names, [])
+    assert judged.gap(0.0).startswith("the plan keeps --max-gap: loss +0.00e+00")
+    none = verify(engine, batches[1:], [], [])
+    far, near = none.plan.loss_change + 1.0, none.plan.loss_change - 1.0
+    assert none.gap(far).startswith("the plan keeps")
+    assert none.gap(near).startswith("the plan does NOT keep")
+    assert none.gap(none.plan.loss_change - 1e-9).startswith("whether the plan keeps")
+    assert none.samples == len(
+        {s for batch in batches[1:] for s in measure(engine, batch, {}).losses}
+    )
+
+
+def test_dropout_is_no_damage(tmp_path, trained):
+    """The same neurons fall out in every measurement."""
+    overrides = ["model.megatron.hidden_dropout=0.1", "model.megatron.attention_dropout=0.1"]
+    config = load_config(trained[0], overrides)
+    engine, _ = open_engine(config, trained[1])
+    (batch,) = read_batches(config, 1)
+    exact = measure(engine, batch, {})
+    assert damage(measure(engine, batch, {}), exact) == Damage(0.0, 0.0, 0.0, 0.0)
+
+
+def test_mistakes_are_said_before_the_work(trained, tmp_path, capsys):
+    """Another model's checkpoint, a plan that cannot be written, no number."""
+    words = [*map(str, trained), "--no-gemms"]
+    plan = ["--output", str(tmp_path / "plan.yaml")]
+    assert main([*words, *plan, "model.pattern=*-", "precision.rules=[]"]) == 2
+    assert "holds 8 weights that this model has no place for" in capsys.readouterr().err
+    assert main([*words, "--output", str(tmp_path), "--max-gap", "nan", "--verify", "-1"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert "--max-gap must be at least 0 per cent; got nan" in said[0]
+    assert "(is a directory)" in said[2]
+    assert not list(tmp_path.iterdir())

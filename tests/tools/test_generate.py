@@ -49,6 +49,18 @@ def test_mistakes_are_said_at_once(tmp_path, capsys, words, said):
     assert "Traceback" not in errors
 
 
+def test_prompts_and_seeds_that_cannot_be_used(tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    words = [str(tmp_path), "--seed", "99999999999999999999", "--prompts", str(prompts)]
+    for held, said in ((b"a \xff b\n", "in UTF-8; got"), (b"\n\n", "has only empty lines")):
+        prompts.write_bytes(held)
+        assert main(words) == 2
+        errors = capsys.readouterr().err
+        assert said in errors
+        assert "--seed must be between -2^62 and 2^62" in errors
+        assert "Traceback" not in errors
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of a few steps in NVFP4, with a tokenizer of 128 words beside its data."""
@@ -88,6 +100,17 @@ def test_text_from_a_run_and_from_one_step(trained, capsys):
     assert f"w5 w6{texts[0]}\n" == first, "the same seed gives the same text"
     assert len(set(texts)) == 3, "another seed gives another text"
     shut_down()
+
+
+def test_another_models_checkpoint_and_a_gpu_that_is_not_there(trained, capsys):
+    words = [str(trained), "--prompt", "w1", "--tokens", "2"]
+    assert main([*words, "model.pattern=M*E"]) == 2
+    assert "weights that this model has no place for, such as decoder.layers.2.mlp" in (
+        capsys.readouterr().err
+    )
+    if not torch.cuda.is_available():
+        assert main([*words, "--device", "cuda"]) == 2
+        assert "device cuda needs a GPU that torch can use" in capsys.readouterr().err
 
 
 def test_several_prompts_go_together(trained, tmp_path, capsys):

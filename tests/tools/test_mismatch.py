@@ -140,6 +140,23 @@ def test_sampled_tokens_are_the_samplers(opened):
             assert int(torch.multinomial(shares, 1, generator=generator)) == int(ids[place])
 
 
+def test_a_folder_or_file_that_cannot_be_written_and_too_little_data(trained, tmp_path, capsys):
+    """What is written at the end is tried before the work, and all mistakes are said together."""
+    few = [str(trained), "--length", "12", "--prompt", "8"]
+    file = tmp_path / "file"
+    file.write_text("")
+    words = ["--output", str(tmp_path), "--sequences", "0", "--seed", str(2**70)]
+    assert main([*few, *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert main([*few, "--sequences", "1", "--handoff", str(file)]) == 2
+    assert "is not readable" in capsys.readouterr().err
+    assert main([*few, "--sequences", "1", "--handoff", str(file / "below")]) == 2
+    assert "is not readable" in capsys.readouterr().err
+    assert main([*few, "--sequences", "99"]) == 0
+    said = capsys.readouterr()
+    assert "of the 99 sequences that were asked for" in said.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
