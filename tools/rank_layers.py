@@ -76,7 +76,8 @@ def _rank(options: argparse.Namespace) -> int:
                 bar.step()
     layers = {name: one for (name, gemm), one in found.items() if gemm == "all"}
     scores = choose.scores(layers, options.by)
-    modules, allowed = engine.plan.modules, None
+    modules = engine.plan.modules
+    allowed: float | None = None
     if options.max_gap is None:
         chosen = choose.within_share(scores, modules, options.bf16_share or 0.16)
     else:

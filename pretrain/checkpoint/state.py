@@ -178,7 +178,7 @@ def _left_over(held: Iterable[str], state: dict[str, Any]) -> list[str]:
             asked.add(value.key)
 
     walk(state)
-    found = []
+    found: list[str] = []
     for name in held:
         parts = name.split(".")  # what is saved in parts has the name of the whole in front
         parents = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
