@@ -21,11 +21,11 @@ from fused_ops.quantize import (
     quantize,
     quantize_decoded,
     quantize_pair,
+    quantize_rows_apart,
     requantize_columns,
     triton_backend,
 )
 from fused_ops.quantize.hadamard import amax_from_plain
-from fused_ops.quantize.reference_pow2 import OWN_AMAX, in_own_range
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul.hopper import decoded_form
 from fused_ops.triton_support import device_reason
@@ -117,7 +117,8 @@ def quantize_operand(
         return x.t() if columns else x
     check_finite(call, name, source)
     if call.row_block is not None and name == "fprop.x" and spec.is_pow2 and x.numel():
-        return _rows_apart(call, x)
+        sign = signs(spec, call.key, "fprop", x.device)
+        return quantize_rows_apart(x, spec, signs=sign, implementation=call.implementation)
     if spec.format == "fp8_delayed":
         amax = _delayed_amax(call, name, x)
     elif amax is None and has_shared_amax(spec):
@@ -139,25 +140,6 @@ def quantize_operand(
     if form == "codes":
         return quantize(x, spec, **options)
     return quantize_decoded(x, spec, form, **options)
-
-
-def _rows_apart(call: LinearCall, x: Tensor) -> QuantizedTensor:
-    """The pow2 operand "fprop.x" with a shift for each token.
-
-    The shift of the whole matrix decides how blocks below its range are rounded, and so does what
-    else is in the batch.
-    """
-    spec = call.spec("fprop.x")
-    assert not spec.is_random, "what depends on its place is refused before"
-    moved, amax = in_own_range(x, spec)
-    codes = quantize(
-        moved,
-        spec,
-        amax=moved.new_full((), OWN_AMAX),
-        signs=signs(spec, call.key, "fprop", x.device),
-        implementation=call.implementation,
-    )
-    return replace(codes, amax=amax)
 
 
 def quantize_both(

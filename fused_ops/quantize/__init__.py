@@ -12,6 +12,7 @@ from fused_ops.quantize.api import (
     quantize,
     quantize_decoded,
     quantize_pair,
+    quantize_rows_apart,
     quantize_stale,
     requantize_columns,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "quantize",
     "quantize_decoded",
     "quantize_pair",
+    "quantize_rows_apart",
     "quantize_stale",
     "requantize_columns",
 ]

@@ -2,6 +2,7 @@
 """quantize() and the amax it may be given: signatures, checks, choice of implementation."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fused_ops.quantize import (
 )
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.philox import Key
+from fused_ops.quantize.reference_pow2 import OWN_AMAX, in_own_range
 
 PLAIN = OperandSpec()
 """Of amaxes that are taken of a matrix as it is."""
@@ -133,6 +135,22 @@ def quantize(
     if is_dynamo_compiling():
         return custom.quantize(x, spec, amax=amax, implementation=implementation, **arguments)
     return QUANTIZE(x, spec, amax=amax, implementation=implementation, **arguments)
+
+
+def quantize_rows_apart(
+    x: Tensor, spec: OperandSpec, *, signs: Tensor | None = None, implementation: Choice = None
+) -> QuantizedTensor:
+    """A pow2 operand with a shift for each row: `amax` of the result is fp32 [rows].
+
+    The one shift of a matrix decides how blocks below its range are rounded, and so does what else
+    is in the batch. Arguments are quantize's; nothing is random, since dither depends on the row.
+    """
+    assert spec.is_pow2, f"{spec.label} has no shift"
+    assert not spec.is_random, f"{spec.label} draws"
+    moved, amax = in_own_range(x, spec)
+    own = moved.new_full((), OWN_AMAX)
+    codes = quantize(moved, spec, amax=own, signs=signs, implementation=implementation)
+    return replace(codes, amax=amax)
 
 
 def quantize_decoded(
