@@ -174,6 +174,10 @@ class _Event:
         return 0.0
 
 
+def _no_properties(device: object = None) -> Any:
+    raise RuntimeError(f"{device or 'this machine'} is no CUDA device: it has no properties")
+
+
 def _replace_cuda_functions() -> None:
     stream, generator = _Stream(), torch.default_generator
     replacements: dict[str, Any] = {
@@ -187,6 +191,7 @@ def _replace_cuda_functions() -> None:
         "empty_cache": lambda: None,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
+        "get_device_properties": _no_properties,  # torch's compiler asks, and takes this answer
         "is_current_stream_capturing": lambda: False,
         "manual_seed": lambda seed: generator.manual_seed(seed),
         "manual_seed_all": lambda seed: generator.manual_seed(seed),
