@@ -81,11 +81,58 @@ def _target_reason(device: torch.device) -> str | None:
     return reason
 
 
-def preferred(x: Tensor, row: OperandSpec, column: OperandSpec, **unused: object) -> str | None:
-    """As pair_supports, for calls that name no implementation: where it measured faster."""
+def preferred(x: Tensor, row: OperandSpec, column: OperandSpec, **arguments: Any) -> str | None:
+    """As pair_supports, for calls that name no implementation: where it measured faster, and
+    where its bytes have been found to be Triton's."""
     if not (row.is_random and column.is_random):
         return "Triton is faster where nothing is rounded stochastically (measured on an H200)"
-    return pair_supports(x, row, column)
+    return pair_supports(x, row, column) or _difference(x, row, column, arguments)
+
+
+_compared: dict[object, str | None] = {}
+_SAMPLE = (192, 576)
+"""What is compared of x at most: a whole block of threads and more along both axes."""
+
+
+def _difference(
+    x: Tensor, row: OperandSpec, column: OperandSpec, arguments: dict[str, Any]
+) -> str | None:
+    """Why the bytes of a build are not trusted, or None: compared once in a process.
+
+    The source is compiled on the user's machine, and leans on how tensor cores lay out and sum a
+    fragment. Takes the first call's corner, and the same with rows that are far smaller.
+    """
+    forms = arguments.get("forms", ("codes", "codes"))
+    build = (row, column, forms, arguments.get("signs") is None, x.dtype, x.device)
+    if build not in _compared:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "a graph is being recorded, and the build has not been compared with Triton yet"
+        corner = x[: _SAMPLE[0], : _SAMPLE[1]].contiguous()
+        small = torch.arange(len(corner), device=x.device).remainder(3).eq(1)
+        uneven = torch.where(small.view(-1, 1), corner * 2.0**-11, corner)
+        reason = None
+        try:
+            for sample in (corner, uneven):
+                built = quantize_pair(sample, row, column, **arguments)
+                triton = triton_backend.quantize_pair(sample, row, column, **arguments)
+                if not all(map(_same_bytes, built, triton)):
+                    reason = "the CUDA build gives other bytes than Triton on this machine"
+        except (RuntimeError, OSError) as error:
+            reason = f"the CUDA source could not be built: {str(error).strip().splitlines()[0]}"
+        if reason is not None:
+            _log.warning("%s: Triton quantizes instead; please report it", reason)
+        _compared[build] = reason
+    return _compared[build]
+
+
+def _same_bytes(
+    left: QuantizedTensor | DecodedTensor, right: QuantizedTensor | DecodedTensor
+) -> bool:
+    if isinstance(left, DecodedTensor) and isinstance(right, DecodedTensor):
+        return torch.equal(left.data.view(torch.uint8), right.data.view(torch.uint8))
+    assert isinstance(left, QuantizedTensor)
+    assert isinstance(right, QuantizedTensor)
+    return torch.equal(left.codes, right.codes) and torch.equal(left.scales, right.scales)
 
 
 def pair_macros(

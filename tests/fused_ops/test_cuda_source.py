@@ -6,8 +6,9 @@ import subprocess
 import pytest
 import torch
 
+from fused_ops import cases
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import cuda_backend
+from fused_ops.quantize import cuda_backend, reference
 
 NEAREST = OperandSpec(format="nvfp4"), OperandSpec(format="nvfp4", hadamard=16)
 FAST = (
@@ -95,3 +96,31 @@ def test_the_device_is_asked_for_before_anything_is_built(monkeypatch):
     x = torch.zeros(16, 16, dtype=torch.bfloat16)
     assert "the device is sm_120" in cuda_backend.preferred(x, *FAST)
     cuda_backend._target_reason.cache_clear()
+
+
+@pytest.mark.parametrize("fault", [None, "codes", "small rows", "no build"])
+def test_a_build_is_trusted_when_its_bytes_are_tritons(monkeypatch, caplog, fault):
+    """It is compiled on the user's machine: other bytes, or none, and Triton is taken instead."""
+    x, calls = cases.make_input("gaussian", (64, 96), 4), []
+    amax = x.abs().max().float()
+    arguments = {"amaxes": (amax, 4 * amax), "keys": ((1, 2), (3, 4))}
+
+    def built(sample, row, column, **arguments):
+        calls.append(sample.shape)
+        if fault == "no build":
+            raise RuntimeError("nvcc fatal: Unsupported gpu architecture\nand more")
+        first, second = reference.quantize_pair(sample, row, column, **arguments)
+        if fault == "codes" or (fault == "small rows" and sample[1].abs().max() < amax * 2.0**-9):
+            second.codes[-1, -1] ^= 1
+        return first, second
+
+    monkeypatch.setattr(cuda_backend, "_compared", {})
+    monkeypatch.setattr(cuda_backend, "pair_supports", lambda *args: None)
+    monkeypatch.setattr(cuda_backend, "quantize_pair", built)
+    monkeypatch.setattr(cuda_backend.triton_backend, "quantize_pair", reference.quantize_pair)
+    said = {None: None, "no build": "could not be built: nvcc fatal"}.get(fault, "other bytes than")
+    for _ in range(2):
+        reason = cuda_backend.preferred(x, *FAST, **arguments)
+        assert reason is None if said is None else said in reason
+    assert len(calls) == (1 if fault == "no build" else 2)
+    assert len(caplog.records) == (said is not None)
