@@ -150,7 +150,12 @@ def kill_during_saves(run_dir, world_size, wanted, kills, seed):
 
 @pytest.mark.parametrize(
     ("world_size", "asynchronous", "kills"),
-    [(1, False, 2), (1, True, 2), (2, False, 1), (2, True, 1)],
+    [
+        (1, False, 2),
+        (1, True, 2),
+        pytest.param(2, False, 1, marks=pytest.mark.slow),
+        pytest.param(2, True, 1, marks=pytest.mark.slow),
+    ],
     ids=["sync", "async", "sync2", "async2"],
 )
 def test_killed_during_saves(tmp_path, world_size, asynchronous, kills):
