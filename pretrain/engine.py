@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from fused_ops.errors import ConfigError
 from fused_ops.mamba2_scan.self_check import LENGTH, scan_problem
 from models.config import transformer_config
+from models.gemms import mamba_inner
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
 from pretrain.checkpoint.agree import on_all
@@ -109,8 +110,7 @@ def _check_scan(config: PretrainConfig, engine_config: TransformerConfig, world:
     if world.device.type != "cuda" or "M" not in config.model.pattern:
         return
     head_dim, groups = engine_config.mamba_head_dim, engine_config.mamba_num_groups
-    heads = engine_config.mamba_num_heads or 2 * engine_config.hidden_size // head_dim
-    heads //= config.parallel.tensor_model_parallel_size
+    heads = mamba_inner(engine_config)[1] // config.parallel.tensor_model_parallel_size
     groups = max(1, groups // config.parallel.tensor_model_parallel_size)
     group_heads = heads // groups
     groups = max(1, min(groups, 32 // group_heads))  # up to 32 heads: enough to occupy a GPU

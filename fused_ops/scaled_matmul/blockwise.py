@@ -4,6 +4,8 @@
 With power-of-two scales code * scale is exact in bf16, and `hopper` is faster.
 """
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,17 @@ from fused_ops.triton_support import device_reason, launch
 
 TILE = {"m": 128, "n": 128, "warps": 8, "stages": 2}
 """Of the output. Reasoned, not measured."""
+
+
+def is_blockwise(operand: Operand) -> TypeGuard[QuantizedTensor]:
+    """Whether it is made of FP8 blocks."""
+    return isinstance(operand, QuantizedTensor) and operand.spec.format == "fp8_blockwise"
+
+
+def kind_reason(operand: Operand) -> str:
+    """Why products of FP8 blocks do not take an operand of another kind."""
+    kind = operand.dtype if isinstance(operand, Tensor) else operand.spec.label
+    return f"fp8_blockwise times fp8_blockwise, got {kind}"
 
 
 def supports(
@@ -27,9 +40,8 @@ def supports(
 ) -> str | None:
     """None, or why not."""
     for operand in (a, b):
-        if not isinstance(operand, QuantizedTensor) or operand.spec.format != "fp8_blockwise":
-            kind = operand.dtype if isinstance(operand, Tensor) else operand.spec.label
-            return f"fp8_blockwise times fp8_blockwise, got {kind}"
+        if not is_blockwise(operand):
+            return kind_reason(operand)
         if 0 in operand.shape:
             return "an operand is empty"
         reason = device_reason(operand.codes)

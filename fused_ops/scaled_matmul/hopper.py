@@ -226,5 +226,4 @@ def _accumulate(
     right = _padded_rows(right, 8)
     out = torch.empty((left.shape[0], right.shape[0]), dtype=torch.float32, device=left.device)
     cublaslt.matmul(left, right, alpha, out=out)
-    own = out[:, : accumulate.shape[1]]
-    return accumulate.add_(own) if beta else accumulate.copy_(own)
+    return reference.add_into(accumulate, out[:, : accumulate.shape[1]], beta)

@@ -55,7 +55,7 @@ def _plain(
     # BF16 products are exact in fp32, and a CPU multiplies fp32 10 to 40 times faster than BF16.
     total = a.float() @ b.float().t()
     if accumulate is not None:
-        return accumulate.add_(total) if beta else accumulate.copy_(total)
+        return add_into(accumulate, total, beta)
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
@@ -122,6 +122,11 @@ def _epilogue(
     return finish(total, alpha(a, b), out_dtype, accumulate, beta, bias)
 
 
+def add_into(accumulate: Tensor, total: Tensor, beta: int) -> Tensor:
+    """accumulate = beta * accumulate + total, in place; beta is 0 or 1, and 0 reads nothing."""
+    return accumulate.add_(total) if beta else accumulate.copy_(total)
+
+
 def finish(
     total: Tensor,
     factor: Tensor | None,
@@ -134,7 +139,7 @@ def finish(
     if factor is not None:
         total = total * factor
     if accumulate is not None:
-        return accumulate.add_(total) if beta else accumulate.copy_(total)
+        return add_into(accumulate, total, beta)
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fused_ops.codecs import roundup
 from fused_ops.formats import QuantizedTensor
-from fused_ops.scaled_matmul.reference import Operand
+from fused_ops.scaled_matmul.blockwise import is_blockwise, kind_reason
+from fused_ops.scaled_matmul.reference import Operand, add_into
 from fused_ops.triton_support import device_reason
 
 
@@ -28,13 +29,12 @@ def supports(
     if decode != "fp8":
         return f"for decode fp8, got {decode}"
     for operand in (a, b):
-        if not isinstance(operand, QuantizedTensor) or operand.spec.format != "fp8_blockwise":
-            kind = operand.dtype if isinstance(operand, Tensor) else operand.spec.label
-            return f"fp8_blockwise times fp8_blockwise, got {kind}"
+        if not is_blockwise(operand):
+            return kind_reason(operand)
         if operand.spec.element != "e4m3" or operand.shape[0] % 16 or 0 in operand.shape:
             return f"e4m3 with rows that are multiples of 16, got {operand.shape}"
-    assert isinstance(a, QuantizedTensor), "checked"
-    assert isinstance(b, QuantizedTensor), "checked"
+    assert is_blockwise(a), "checked"
+    assert is_blockwise(b), "checked"
     if a.spec.block == b.spec.block == (128, 128):
         return "blocks of 1x128 in one operand at least"
     if out_dtype not in (torch.bfloat16, torch.float32):
@@ -86,5 +86,5 @@ def scaled_matmul(
         output_dtype=out_dtype if plain else torch.float32,
     )  # fmt: skip
     if accumulate is not None:
-        return accumulate.add_(out) if beta else accumulate.copy_(out)
+        return add_into(accumulate, out, beta)
     return out if bias is None else (out + bias.float()).to(out_dtype)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fused_ops.keys import GEMMS
 from pretrain.comparison.gaps import final_gaps, interval
 from pretrain.comparison.picture import COLOURS, write_png
 from pretrain.study.results import ModelResults, StudyRow
@@ -96,7 +97,6 @@ def _errors(model: ModelResults, rows: Sequence[StudyRow], path: Path) -> None:
     import numpy as np
     from matplotlib import pyplot
 
-    gemms = ("fprop", "dgrad", "wgrad")
     modules = [name.split(".") for name in rows[0].numerics["modules"]]
     names = [f"{parts[min(1, len(parts) - 1)]}.{parts[-1]}" for parts in modules]
     figure, axes = pyplot.subplots(
@@ -107,7 +107,7 @@ def _errors(model: ModelResults, rows: Sequence[StudyRow], path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for axis, gemm in zip(axes[:, 0], gemms):
+    for axis, gemm in zip(axes[:, 0], GEMMS):
         table = np.array(
             [[np.nan if v is None else v for v in one.numerics["errors"][gemm]] for one in rows]
         )

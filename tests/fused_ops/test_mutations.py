@@ -179,10 +179,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad_overwritten", "scaled_matmul/reference.py",
-        "        total = total * factor\n    if accumulate is not None:\n"
-        "        return accumulate.add_(total) if beta else accumulate.copy_(total)\n",
-        "        total = total * factor\n    if accumulate is not None:\n"
-        "        return accumulate.copy_(total)\n",
+        "    return accumulate.add_(total) if beta else accumulate.copy_(total)\n",
+        "    return accumulate.copy_(total)\n",
         ("test_scaled_matmul.py::test_accumulates_in_place_after_alpha",
          "test_linear.py::test_main_grad_is_the_sum_over_micro_batches"),
     ),
