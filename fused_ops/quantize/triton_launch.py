@@ -12,7 +12,7 @@ ROW_TILE = {"rows": 4, "groups": 64, "warps": 4}
 """Blocks of a program: rows x groups of 16 columns. Measured on an H200; so are the others."""
 ROW_TILE_2D = {"rows": 16, "groups": 16, "warps": 4}
 COLUMN_TILE = {"blocks": 4, "words": 32, "warps": 4}
-ROTATED_AMAX_TILE = {"blocks": 1, "words": 32, "tiles": 8, "warps": 1}
+ROTATED_AMAX_TILE = {"blocks": 1, "words": 64, "tiles": 4, "warps": 1}
 """Blocks of 16 rows x words of a tile, and tiles of a program, one below the other."""
 PAIR_TILE = {"blocks": 4, "words": 64, "rows": 16, "warps": 4}
 """Blocks of 16 rows x words of a program; `rows` of it at a time when it goes along rows."""

@@ -75,8 +75,8 @@ PAIRS: list[tuple[str, OperandSpec, OperandSpec, tuple[str, str]]] = [
 AMAX_TILES = [
     ROTATED_AMAX_TILE,
     {"blocks": 1, "words": 32, "tiles": 4, "warps": 1},
+    {"blocks": 1, "words": 32, "tiles": 8, "warps": 1},
     {"blocks": 1, "words": 32, "tiles": 16, "warps": 1},
-    {"blocks": 1, "words": 64, "tiles": 4, "warps": 1},
     {"blocks": 1, "words": 64, "tiles": 8, "warps": 2},
     {"blocks": 1, "words": 128, "tiles": 4, "warps": 1},
     {"blocks": 1, "words": 128, "tiles": 8, "warps": 4},
