@@ -6,6 +6,7 @@
     python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope|embedding
     python -m tools.bench_ops --op attention
     python -m tools.bench_ops --op grouped [--rows 8192] [--tiles]
+    python -m tools.bench_ops --op linear [--rows 8192] [--cols 5120 20480]
 
 glue is all of the last two lines.
 
@@ -17,7 +18,8 @@ once, outputs written once), and that over the bandwidth of a device copy in the
 Products: TFLOP/s, and over torch's own BF16 product in the same run. Attention: TFLOP/s of what
 the causal rule leaves, of every way that takes the call. grouped: products of 64 experts, six a
 token, over a loop of torch's products in the same run, with `--tiles` of every tile that may be
-tried; and whole linear layers of experts, with the host's time.
+tried; and whole linear layers of experts, with the host's time. linear: forward and backward of a
+layer, its weight quantized within, over torch's BF16 products in the same run.
 """
 
 import argparse
@@ -58,6 +60,7 @@ from tools.bench_ops.quantizers import (
     median_us,
     row,
 )
+from tools.bench_ops.whole_linear import bench_linear
 
 PRODUCTS = [
     ("nvfp4, exact", OperandSpec(format="nvfp4"), "exact", "bf16_core_sum"),
@@ -397,7 +400,7 @@ def bench_expert_layers(counts: list[int], out: int, inner: int) -> None:
 GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
 AROUND = (*GLUE, "embedding", "attention")
 QUANTIZERS = {"quantize": bench_quantize, "amax": bench_amax, "pair": bench_pair}
-CHOICES = (*QUANTIZERS, "matmul", "grouped", "glue", *AROUND)
+CHOICES = (*QUANTIZERS, "matmul", "linear", "grouped", "glue", *AROUND)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -426,7 +429,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.op in QUANTIZERS:
             QUANTIZERS[options.op](options.rows, cols)
         else:
-            bench_matmul(options.rows, cols, 25600 - cols if cols < 25600 else cols)
+            timed = bench_linear if options.op == "linear" else bench_matmul
+            timed(options.rows, cols, 25600 - cols if cols < 25600 else cols)
     return 0
 
 
