@@ -12,13 +12,15 @@ in megatron-core that need each piece are named beside it.
 """
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # its tables are built from the true functions: must precede the patching
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -40,13 +42,15 @@ def enable() -> bool:
     for name in _CUDA_ONLY:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # its import fails
     _replace_cuda_functions()
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.config.disable = True
+    else:
+        sys.meta_path.insert(0, _DynamoFinder())
     _mode = _CudaMeansCpu()
     _mode.__enter__()
     _keep_mode_in_backward(_mode)
     # "CPU RNG state changed": on a CPU it is meant to.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # `jit_fuser` and the bare `@torch.compile` of transformer/moe/router.py run eagerly.
-    torch._dynamo.config.disable = True
     return True
 
 
@@ -174,6 +178,37 @@ class _Event:
         return 0.0
 
 
+class _DynamoFinder(importlib.abc.MetaPathFinder):
+    """Loads torch's compiler when something asks for it: seconds, which a refused start has not."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch._dynamo":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _DynamoLoader(spec.loader)
+        return spec
+
+
+class _DynamoLoader(importlib.abc.Loader):
+    """Its tables are built from the true functions of `torch.cuda`, and it compiles nothing:
+    `jit_fuser` and the bare `@torch.compile` of transformer/moe/router.py run eagerly."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        with _true_functions():
+            self._loader.exec_module(module)
+        module.config.disable = True
+
+
 def _no_properties(device: object = None) -> Any:
     raise RuntimeError(f"{device or 'this machine'} is no CUDA device: it has no properties")
 
@@ -206,11 +241,32 @@ def _replace_cuda_functions() -> None:
     }
     for name, replacement in replacements.items():
         assert hasattr(torch.cuda, name), f"torch.cuda.{name} is gone: cpu_compat fits torch 2.11"
-        setattr(torch.cuda, name, replacement)
+        _replace(torch.cuda, name, replacement)
     for name in ("get_rng_state", "set_rng_state"):
-        setattr(torch.cuda.random, name, replacements[name])
+        _replace(torch.cuda.random, name, replacements[name])
     for name in ("range_push", "range_pop"):
-        setattr(torch.cuda.nvtx, name, lambda *args: None)
+        _replace(torch.cuda.nvtx, name, lambda *args: None)
+
+
+_replaced: list[tuple[Any, str, Any, Any]] = []
+"""(module, name, what it was, what it is now)."""
+
+
+def _replace(module: Any, name: str, replacement: Any) -> None:
+    _replaced.append((module, name, getattr(module, name), replacement))
+    setattr(module, name, replacement)
+
+
+@contextlib.contextmanager
+def _true_functions() -> Iterator[None]:
+    """`torch.cuda` as it was before `enable()`."""
+    for module, name, before, _ in _replaced:
+        setattr(module, name, before)
+    try:
+        yield
+    finally:
+        for module, name, _, now in _replaced:
+            setattr(module, name, now)
 
 
 def _keep_mode_in_backward(mode: _CudaMeansCpu) -> None:
