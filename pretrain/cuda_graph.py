@@ -10,6 +10,10 @@ bitwise those of a run without graphs.
 
 What decides which launches are recorded is compared before each step: another number of
 micro-batches or a switch of precision records anew.
+
+Collectives are recorded with the rest (tensor, sequence and context parallelism), on communicators
+that the steps before have made. Recording itself waits for no other rank, so one that cannot record
+says so to the others, and none of them replays.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.keys import KeyTable
+from pretrain.recording import NotRecordedError, record
 
 if TYPE_CHECKING:
     from pretrain.config import PretrainConfig
@@ -114,27 +119,14 @@ class StepGraph:
             # Codes of weights must be made within the graph, not found.
             self.engine.precision_state.weights_changed()
             self._recorded, self._sums = self._record_on_device()
+        except NotRecordedError:
+            self.engine.precision_state.weights_changed()  # what was not run has made no codes
+            raise
         finally:
             config.finalize_model_grads_func = finish
 
     def _record_on_device(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         return record(lambda: self._with_table(lambda: self.work(self._batches)))
-
-
-def record(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Records the launches of `work`, which are not run yet, and gives its result's place.
-
-    Raises:
-        RuntimeError: something in it waits for the device, or the stream is the default one.
-    """
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.empty_cache()
-    torch.cuda.synchronize()
-    # Other threads (the loader, NCCL's watchdog) may allocate meanwhile.
-    stream = torch.cuda.current_stream()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        result = work()
-    return graph, result
 
 
 def leave_default_stream() -> None:
@@ -167,6 +159,14 @@ def cuda_graph_problems(config: PretrainConfig) -> list[str]:
             f"{rule} reduces gradients after the graph; got parallel.overlap_grad_reduce=true; set "
             "it to false"
         )
+    for name in ("attention_dropout", "hidden_dropout"):
+        # Without sequence parallelism hidden_dropout draws from torch's generator: graphs know it.
+        rate = model.megatron.get(name, 0.0)
+        if rate and (name == "attention_dropout" or parallel.sequence_parallel):
+            found.append(
+                f"{rule} cannot record draws from megatron-core's states of random numbers; got "
+                f"model.megatron.{name}={rate}; set it to 0, or set train.cuda_graph_impl=none"
+            )
     if "E" in model.pattern:
         found.append(
             f"{rule} needs shapes that never change, and experts have other numbers of tokens in "

@@ -18,9 +18,13 @@ from fused_ops.errors import ConfigError
 from fused_ops.mamba2_scan import mamba_ssm_backend
 from models.config import ParallelConfig
 from pretrain import cpu_compat
+from pretrain.recording import free_graphs
 
 # Read by cuBLAS when its handle is made: without it, sums may come in another order.
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+# Read by NCCL when a CUDA graph records a collective: it would register the graph's memory with the
+# other ranks, so that recording waited for them, and cannot where memory is in expandable segments.
+_GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def initialize(
     place = choose_device(device)
     if place.type == "cpu":
         assert cpu_compat.is_enabled(), "cpu_compat.enable() runs before megatron-core is imported"
+    os.environ.setdefault(_GRAPH_REGISTER, "0")
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
@@ -131,7 +136,9 @@ def free_groups() -> None:
     """Leaves megatron-core's groups, and ends them: each gloo group has threads of its own.
 
     megatron-core only forgets them, and a process that makes them again and again would drown.
+    Graphs that were recorded with them end before.
     """
+    free_graphs()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         alive = set(_groups())

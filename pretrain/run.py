@@ -13,6 +13,7 @@ from pretrain.config import PretrainConfig, load_config, precision_plan
 from pretrain.config_file import encode
 from pretrain.environment import cudnn_shadow, unseen_gpus
 from pretrain.initialize import choose_device, shut_down
+from pretrain.recording import NotRecordedError
 from pretrain.redact import mask_secrets
 from pretrain.start import meet, own_record
 
@@ -39,6 +40,11 @@ def run(path: str, overrides: Sequence[str]) -> int:
         Trainer(config, store=store).run()
     except (CheckpointError, TrainingError) as error:
         raise ConfigError(str(error)) from error
+    except NotRecordedError as error:
+        raise ConfigError(
+            f"train.cuda_graph_impl=full_iteration must record a step on every rank; {error}; set "
+            "train.cuda_graph_impl=none"
+        ) from error
     finally:
         shut_down()
     return 0

@@ -4,7 +4,7 @@
     python -m tools.bench_train --model dense|hybrid|moe|paper12b
                                 [--recipes bf16 nvfp4 nvfp4_fast:fp8 nvfp4+KEY=VALUE ...]
                                 [--baseline bf16 fp8] [--graph] [--profile] [--step]
-                                [--accumulate] [--set key=value ...]
+                                [--accumulate] [--limit SECONDS] [--set key=value ...]
 
 A recipe may name how Hopper decodes it, after a colon, and settings of its own, each after a plus:
 nvfp4+precision.communicate=packed beside nvfp4 shows what that one setting does. Times are medians
@@ -13,17 +13,20 @@ of forward and backward of one micro-batch of 8192 tokens, the quantization of t
 gradients of weights over the zeros in their FP32 sums (zeroing them, once a step, is in `--step`
 alone); `--accumulate` times a later one, which adds to them. The baseline is megatron-core with
 Transformer Engine, built in this process; all ratios are to its BF16. `--graph` measures every one
-of them as a CUDA graph too, after all others. `--profile` prints the time of each kernel. Under
-torchrun each process has one GPU, in the layout that `--set parallel.KEY=VALUE` (or a recipe's own
-setting) gives; tokens/s are those of all, TFLOP/s of each. A pipeline takes four micro-batches a
-stage, and its figures are a micro-batch's share; only a step reduces gradients over data-parallel
-processes.
+of them as a CUDA graph too, after all others; one that cannot be recorded says so on a line of its
+own. A measurement that takes longer than `--limit` seconds ends the run. `--profile` prints the
+time of each kernel. Under torchrun each process has one GPU, in the layout that `--set
+parallel.KEY=VALUE` (or a recipe's own setting) gives; tokens/s are those of all, TFLOP/s of each. A
+pipeline takes four micro-batches a stage, and its figures are a micro-batch's share; only a step
+reduces gradients over data-parallel processes.
 """
 
 import argparse
 import gc
+import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,6 +99,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--step", action="store_true", help="time the whole optimizer step too")
     parser.add_argument("--accumulate", action="store_true", help="time a later micro-batch")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one measurement")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
     return parser
 
@@ -145,10 +149,10 @@ class Bench:
         for name in self.configs:
             self.attempt(label(name), self.time_ours, name)
         if self.options.graph:
-            for kind in kinds:
-                self.attempt(f"megatron-core + TE, {kind}, graph", self.time_baseline, kind, True)
             for name in self.configs:
-                self.attempt(f"{label(name)}, graph", self.time_ours, name, True)
+                self.attempt(label(name), self.time_ours, name, True)
+            for kind in kinds:
+                self.attempt(f"megatron-core + TE, {kind}", self.time_baseline, kind, True)
         shut_down()
         return 1 if self.failed else 0
 
@@ -158,13 +162,36 @@ class Bench:
             print(text, flush=True)
 
     def attempt(self, name: str, what: Callable[..., None], *arguments: Any) -> None:
-        """One measurement; the next one is made also where it fails (for want of memory, say)."""
+        """One measurement; the next one is made also where it fails (for want of memory, say).
+
+        Where the other ranks wait for one that has failed there is no next one.
+        """
+        from pretrain.recording import NotRecordedError
+
+        clock = threading.Timer(self.options.limit, self.give_up, [name])
+        clock.daemon = True
+        clock.start()
         try:
             what(*arguments)
+        except NotRecordedError as error:
+            self.failed += 1
+            self.say(f"{name:{self.width}} graph: not captured: {error}")
         except RuntimeError as error:
             self.failed += 1
             print(f"{name:{self.width}} FAILED: {str(error)[:300]}", flush=True)
+        finally:
+            clock.cancel()
         release()
+
+    def give_up(self, name: str) -> None:
+        """Ends the process, which waits for a device or a rank that does not answer."""
+        print(
+            f"{name:{self.width}} no result after {self.options.limit:g} s on rank "
+            f"{self.world.rank}: a rank or its device does not answer; what was to come is left "
+            "out",
+            flush=True,
+        )
+        os._exit(1)
 
     def report(self, name: str, milliseconds: float, host: float, memory: float) -> None:
         """A line of what was measured; the layout is that of `self.world`."""
@@ -324,6 +351,8 @@ def ours(config: Any, world: Any, accumulate: bool = False) -> Runs:
 
 def graphed(run: Callable[[], None]) -> Callable[[], None]:
     """The same launches, recorded once."""
+    from pretrain.recording import record
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -331,10 +360,8 @@ def graphed(run: Callable[[], None]) -> Callable[[], None]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     release()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (NCCL's watchdog) may ask the device meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        run()
+    with torch.cuda.stream(stream):
+        graph, _ = record(run)
     return graph.replay
 
 

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps as CUDA graphs: the same bits as without, and a refusal of what cannot be recorded.
+"""Steps as CUDA graphs: the same bits as without, and a refusal of what cannot be recorded."""
 
-Without a GPU a stand-in replays the work as a graph would: with the step's number, the tensors and
-all Python values as they were when it was recorded.
-"""
+import contextlib
+import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from fused_ops.errors import ConfigError
-from pretrain import cuda_graph
+from pretrain import cuda_graph, recording
 from pretrain.config import make_config
 from pretrain.data.dataset import open_dataset
 from pretrain.data.loader import TrainLoader
-from pretrain.engine import build_engine
-from pretrain.initialize import initialize
-from pretrain.train_step import record_steps, train_step
+from pretrain.recording import NotRecordedError
+from pretrain.train_step import train_step
+from tests.distributed import run_distributed
+from tests.pretrain.graph_ranks import TP2, TWO, compare, noted_graphs, run_steps
 from tests.toy import make_toy, toy_config
 
 
@@ -24,72 +26,13 @@ def folder(tmp_path_factory):
     return make_toy(tmp_path_factory.mktemp("toy"))
 
 
-class _Standin:
-    """Work that is done again as it was recorded."""
-
-    def __init__(self, engine, work, place):
-        self.engine, self.work, self.place = engine, work, place
-        self.step = engine.precision_state.step
-        self.replays = 0
-
-    def replay(self):
-        state, now = self.engine.precision_state, self.engine.precision_state.step
-        state.step = self.step
-        try:
-            self.place.copy_(self.work())
-        finally:
-            state.step = now
-        self.replays += 1
-
-
 @pytest.fixture
-def graphs(monkeypatch):
+def graphs():
     """What was recorded, where there is no GPU to do it."""
-    made = []
-    if torch.cuda.is_available():
-        original = cuda_graph.record
-
-        def noted(work):
-            recorded, place = original(work)
-            made.append(recorded)
-            return recorded, place
-
-        monkeypatch.setattr(cuda_graph, "record", noted)
-        return made
-
-    def on_device(self):
-        def work():
-            return self._with_table(lambda: self.work(self._batches))
-
-        place = torch.zeros(2, dtype=torch.float64)
-        made.append(_Standin(self.engine, work, place))
-        return made[-1], place
-
-    monkeypatch.setattr(cuda_graph.StepGraph, "_record_on_device", on_device)
-    return made
+    with noted_graphs() as made:
+        yield made
 
 
-def _run(folder, graph, steps, pattern="*-", **sections):
-    config = make_config(toy_config(folder, pattern, **sections))
-    world = initialize(config.parallel, seed=config.run.seed)
-    data = open_dataset(config.data, config.model.seq_length, seed=7)
-    cuda_graph.leave_default_stream()
-    engine = build_engine(config, world, data.vocab_size)
-    if graph:
-        record_steps(engine)
-    size = config.train.global_batch_size
-    loader = TrainLoader(data, size, config.train.micro_batch_size)
-    results = []
-    for step in range(1, steps + 1):
-        engine.plan.update((step - 1) * size)
-        engine.precision_state.set_step(step)
-        results.append(train_step(engine, loader.step((step - 1) * size)))
-    loader.close()
-    weights = {n: p.detach().clone() for n, p in engine.chunks[0].named_parameters()}
-    return [(r.loss, r.grad_norm, r.tokens) for r in results], weights, engine
-
-
-TWO = {"micro_batch_size": 4, "steps": 8}
 TURNED = {"format": "nvfp4", "hadamard": 16, "signs": "micro_batch"}
 RECIPES = {
     "nvfp4": {"recipe": "nvfp4"},
@@ -119,8 +62,8 @@ def test_the_same_bits_as_without(folder, graphs, name):
 
 
 def _compare(folder, pattern, sections):
-    plain = _run(folder, False, 6, pattern, **sections)
-    recorded = _run(folder, True, 6, pattern, **sections)
+    plain = run_steps(folder, False, 6, pattern, **sections)
+    recorded = run_steps(folder, True, 6, pattern, **sections)
     assert plain[0] == recorded[0]
     assert all(torch.equal(plain[1][n], recorded[1][n]) for n in plain[1])
 
@@ -138,23 +81,23 @@ def test_graphs_of_a_device_give_the_same_bits(folder, graphs, name, pattern):
 def test_keys_that_are_not_renewed_are_seen(folder, graphs, monkeypatch):
     """The check can fail: without `refresh` each replay would draw what was recorded."""
     sections = {"train": TWO, "precision": RECIPES["nvfp4"]}
-    plain = _run(folder, False, 5, **sections)
+    plain = run_steps(folder, False, 5, **sections)
     monkeypatch.setattr(cuda_graph.KeyTable, "refresh", lambda self, seed, step: None)
-    assert plain[0] != _run(folder, True, 5, **sections)[0]
+    assert plain[0] != run_steps(folder, True, 5, **sections)[0]
 
 
 def test_a_switch_of_precision_records_anew(folder, graphs):
     schedule = [{"from": 0.5, "gemms": ["fprop"], "recipe": "bf16"}]
     sections = {"train": TWO, "precision": {"recipe": "nvfp4", "schedule": schedule}}
-    plain = _run(folder, False, 8, **sections)
-    recorded = _run(folder, True, 8, **sections)
+    plain = run_steps(folder, False, 8, **sections)
+    recorded = run_steps(folder, True, 8, **sections)
     assert plain[0] == recorded[0]
     assert len(graphs) == 2
 
 
 def test_observed_steps_are_not_replayed(folder, graphs):
     """An observer is Python: a replay would not call it."""
-    _, _, engine = _run(folder, True, 3, train=TWO, precision={"recipe": "nvfp4"})
+    _, _, engine = run_steps(folder, True, 3, train=TWO, precision={"recipe": "nvfp4"})
     assert not engine.plan.is_observed
     module = next(m for m in engine.chunks[0].modules() if getattr(m, "gemm_name", ""))
 
@@ -197,3 +140,147 @@ def test_a_machine_without_gpu_refuses(folder):
     values = toy_config(folder, train={"cuda_graph_impl": "full_iteration"})
     with pytest.raises(ConfigError, match="needs a GPU"):
         make_config(values, for_training=True)
+
+
+# ---- two ranks
+
+
+TOGETHER = [("nvfp4", "bf16"), ("nvfp4_fast", "packed")]
+
+
+def two_ranks(folder):
+    """On gloo, with stand-ins: what `compare` finds, and what ranks hear of a failure on one."""
+    found = {each: compare(folder, *each, "fp32", "-") for each in TOGETHER}
+    return found, failures(), states()
+
+
+def failures():
+    """What `record` says on this rank while the other cannot record, and whether it can then."""
+    heard = []
+    for culprit in (1, None, 0):
+        with fake_device():
+            try:
+                heard.append(recording.record(lambda bad=culprit: work_of(bad))[1])
+            except NotRecordedError as error:
+                heard.append(str(error))
+    if dist.get_rank() == 0:  # the other one says nothing
+        try:
+            recording.agree(None, seconds=0.2)
+        except NotRecordedError as error:
+            heard.append(str(error))
+    return heard
+
+
+def work_of(culprit):
+    if dist.get_rank() == culprit:
+        raise ValueError("an item is read")
+    return 5
+
+
+@contextlib.contextmanager
+def fake_device():
+    """Recording without a device; like the device's, its end fails where something in it has."""
+
+    class Graph:
+        def reset(self):
+            pass
+
+    @contextlib.contextmanager
+    def graph(recorded, stream, capture_error_mode):
+        try:
+            yield
+        except ValueError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        patch.setattr(torch.cuda, "graph", graph)
+        for name in ("empty_cache", "synchronize", "current_stream"):
+            patch.setattr(torch.cuda, name, lambda: None)
+        yield
+
+
+def states():
+    """How often the generator's state is touched in a fork: while recording, and otherwise."""
+    touched = [0]
+
+    def touch(*args, **kwargs):
+        touched[0] += 1
+        return torch.zeros(16, dtype=torch.uint8)
+
+    tracker, counts = get_cuda_rng_tracker(), []
+    before = dict(tracker.get_states())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+            patch.setattr(recording.random_states, name, touch)
+        for silence in (recording.leave_random_states(), contextlib.nullcontext()):
+            touched[0] = 0
+            with silence, tracker.fork():
+                recording.random_states._set_all_rng_states(
+                    *recording.random_states._get_all_rng_states()
+                )
+            counts.append(touched[0])
+    tracker.set_states(before)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def said(folder):
+    return run_distributed(two_ranks, 2, timeout=300, args=(folder,))
+
+
+@pytest.mark.parametrize("name", TOGETHER, ids=", ".join)
+def test_ranks_that_share_layers(said, name):
+    """With tensor and sequence parallelism, gathers of codes or not: the bits of launches."""
+    for same, recorded, losses in (rank[0][name] for rank in said):
+        assert same
+        assert recorded == 1
+        assert losses == said[0][0][name][2]
+        assert losses[-1] < losses[0]
+
+
+def test_a_rank_that_cannot_record(said):
+    """All ranks hear of it, with what went wrong first, and nobody waits."""
+    first, second = (rank[1] for rank in said)
+    assert first[:3] == second[:3]
+    assert first[:3] == ["rank 1: ValueError: an item is read", 5,
+                         "rank 0: ValueError: an item is read"]  # fmt: skip
+    assert first[3] == "rank 1: it has not answered in 0.2 s"
+
+
+def test_states_of_random_numbers_are_left_alone(said):
+    """What a recorded stream forbids, and megatron-core does around the embedding and regions that
+    are computed again."""
+    for rank in said:
+        while_recording, otherwise = rank[2]
+        assert while_recording == 0
+        assert otherwise > 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two ranks need a GPU each: fewer than 2 are here"
+)
+def test_ranks_that_share_layers_on_gpus(folder):
+    """NCCL's collectives are recorded with the kernels."""
+    words = ["-m", "tests.pretrain.graph_ranks", str(folder)]
+    text = run_distributed(words, 2, timeout=500)[0]
+    line = next(line for line in text.splitlines() if line.startswith("FOUND "))
+    found = json.loads(line.removeprefix("FOUND "))
+    assert len(found) == 7
+    for name, ranks in found.items():
+        for same, recorded, losses in ranks:
+            assert same, name
+            assert recorded == 1, name
+            assert losses[-1] < losses[0], name
+
+
+def test_dropout_cannot_be_recorded(folder):
+    """Where its draws come from states that megatron-core keeps apart."""
+    for name, parallel in (("attention_dropout", {}), ("hidden_dropout", TP2)):
+        values = toy_config(
+            folder, "*-", train={"cuda_graph_impl": "full_iteration"}, parallel=parallel
+        )
+        values["model"]["megatron"][name] = 0.1
+        with pytest.raises(ConfigError, match=f"{name}=0.1; set it to 0"):
+            make_config(values)
