@@ -7,11 +7,13 @@
     python -m tools.study examples/study --report STUDY.md               # tables and figures
 
 DIR holds study.yaml (pretrain/study/plan.py says how it reads). Small models are bound by the
-host: --per-gpu lets several share a GPU. Interrupted or out of time, the runs save and stop; called
-again, the study goes on. The tables of finished runs are in RUNS/tables. `section.key=value` behind
-DIR changes all runs. --report writes what the finished runs came to into DIR/results.json and, from
-that file, which it keeps where there are no runs, the marked parts of a text and DIR/figures. Exit
-status: 0 when all is finished, 3 when something is left, 1 when a run failed.
+host: --per-gpu lets several share a GPU. --only picks runs by parts of their names, in that order.
+Interrupted or out of time, the runs save and stop; called again, the study goes on. The tables of
+finished runs are in RUNS/tables. `section.key=value` behind DIR changes all runs. --report writes
+what the finished runs came to into DIR/results.json and, from that file, which it keeps where there
+are no runs, the marked parts of a text and DIR/figures. Runs of several machines are reported
+together when their folders lie in one RUNS. Exit status: 0 when all is finished, 3 when something
+is left, 1 when a run failed.
 """
 
 import argparse
@@ -46,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-rows", default="", help="rows to measure (the base row)")
     parser.add_argument("--budget-steps", type=int, default=40, help="of a trial (%(default)s)")
     parser.add_argument("--hours", type=float, help="with --budget: which rows end within")
-    parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name contains this")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT,...",
+        help="runs whose names contain a text, in the order of the texts; may be repeated",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="fill FILE's marks and stop")
     parser.add_argument("--list", action="store_true", help="print the runs and how far they are")
     options = parser.parse_intermixed_args(arguments)
@@ -60,13 +68,13 @@ def _study(options: argparse.Namespace) -> int:
     from pretrain.study.budget import costs, measure, render
     from pretrain.study.collect import Tables, collect
     from pretrain.study.place import Places, run_all
-    from pretrain.study.plan import is_finished, load_study, start_problems_of
+    from pretrain.study.plan import is_finished, load_study, select, start_problems_of
 
     folder = options.runs or Path("runs") / options.directory.resolve().name
     study = load_study(options.directory, folder.resolve(), options.overrides)
-    study.runs = [run for run in study.runs if options.only in run.name]
-    if not study.runs:
-        raise ConfigError(f"--only must be part of a run's name; no run has {options.only!r}")
+    if options.report and options.only:
+        raise ConfigError("--report is of all finished runs; leave --only out")
+    study.runs = select(study.runs, [text for one in options.only for text in one.split(",")])
     places = Places(() if options.cpu else tuple(range(options.gpus)), options.per_gpu)
     if options.report or options.list:
         _tell(study, folder, places, options)

@@ -229,6 +229,28 @@ def _epoch_problems(run: StudyRun, config: PretrainConfig) -> list[str]:
     ]
 
 
+def select(runs: Sequence[StudyRun], texts: Sequence[str]) -> list[StudyRun]:
+    """The runs whose names contain one of the texts, in the order of the texts; all without texts.
+
+    `dense-30m-nvfp4-s` is one row, where `nvfp4` is many.
+
+    Raises:
+        ConfigError: texts that are in no name.
+    """
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts:
+        return list(runs)
+    problems = [
+        f"--only must be part of a run's name; no run has {text!r}; --list tells the names"
+        for text in texts
+        if not any(text in run.name for run in runs)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    found = {run.name: run for text in texts for run in runs if text in run.name}
+    return list(found.values())
+
+
 def start_problems_of(study: Study) -> list[str]:
     """What this machine lacks for the study: data, packages. One row of each model is asked."""
     found: list[str] = []

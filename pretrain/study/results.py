@@ -3,7 +3,8 @@
 
     {"format": "nibble study results", "version": 1, "base_row": "bf16",
      "models": [{"name", "steps", "tokens", "data_tokens", "tokens_per_parameter",
-       "rows": [{"row", "precision", "four_bit", "numerics",
+       "starts": [[row, other row, [seeds], relative difference of first losses], ...],
+       "rows": [{"row", "precision", "four_bit", "four_bit_all", "numerics",
          "runs": [{"seed", "card", "commit", "tokens_per_s", "memory_gib",
                    "losses": [[step, tokens, mean loss], ...],
                    "validation": [[step, tokens, own forward, BF16 forward or null], ...]}]}]}]}
@@ -11,7 +12,9 @@
 Tables and figures are made from this file alone, whether the runs are still there or not. Training
 losses are means over a forty-eighth of the run. `precision` is what differs from the defaults,
 `four_bit` the share of the FLOPs of the block linears' GEMMs whose operands both have 4 bits, over
-the whole run, `numerics` of the first seed (pretrain/study/evidence.py).
+the whole run, `four_bit_all` that of all matrix products (attention, routers, output layer too),
+`numerics` of the first seed (pretrain/study/evidence.py). `starts` tells whether rows with one
+forward began alike (pretrain/study/starts.py).
 """
 
 import json
@@ -25,6 +28,7 @@ from typing import Any
 from fused_ops.errors import ConfigError
 from fused_ops.keys import GEMMS
 from fused_ops.recipe import bits
+from models.flops import fixed_parts
 from pretrain.comparison.compare import tokens_per_parameter
 from pretrain.comparison.reference import precision_key
 from pretrain.comparison.runs import Row, RunData, differences, group_runs, read_run
@@ -32,6 +36,7 @@ from pretrain.config import PretrainConfig, make_config, precision_plan
 from pretrain.data.manifest import DataError, load_manifest
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import Study, StudyRun, is_finished, tokens_of
+from pretrain.study.starts import starts
 
 FORMAT, VERSION = "nibble study results", 1
 RESULTS_FILE = "results.json"
@@ -46,6 +51,8 @@ class StudyRow:
     precision: Mapping[str, Any]
     four_bit: float
     numerics: Mapping[str, Any]
+    four_bit_all: float | None = None
+    """None in a file that does not tell it."""
 
 
 @dataclass
@@ -58,6 +65,7 @@ class ModelResults:
     data_tokens: int | None
     """Of the training data; None where the data was not there when the file was written."""
     tokens_per_parameter: float
+    starts: Sequence[Sequence[Any]] = ()
     rows: list[StudyRow] = field(default_factory=list)
 
     @property
@@ -73,16 +81,21 @@ class ModelResults:
 def write_results(study: Study, path: Path) -> int:
     """Writes the finished runs of the study to `path`; returns how many there are.
 
+    Where the training data is not here, how many tokens it has is taken from the file before.
+
     Raises:
-        ConfigError: runs of one model that differ in more than their precision.
+        ConfigError: runs of one model that differ in more than their precision; runs in the file
+            that have not finished here, which would be lost.
     """
-    models, problems, count = [], list[str](), 0
+    before = read_results(path)[1] if path.exists() else []
+    models, problems, count = [], _lost(study, before, path), 0
     for model in study.models:
         runs = [run for run in study.runs if run.model == model and is_finished(run)]
         if not runs:
             continue
         count += len(runs)
-        models.append(_model(model, runs, study.base_row, problems))
+        known = next((one.data_tokens for one in before if one.name == model), None)
+        models.append(_model(model, runs, study.base_row, known, problems))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     data = {"format": FORMAT, "version": VERSION, "base_row": study.base_row, "models": models}
@@ -90,8 +103,28 @@ def write_results(study: Study, path: Path) -> int:
     return count
 
 
+def _lost(study: Study, before: Sequence[ModelResults], path: Path) -> list[str]:
+    """A problem where the file has runs that are not here."""
+    here = {run.name for run in study.runs if is_finished(run)}
+    gone = [
+        run.name
+        for model in before
+        for one in model.rows
+        for run in one.row.runs.values()
+        if run.name not in here
+    ]
+    if not gone:
+        return []
+    few = ", ".join(gone[:4]) + (", ..." if len(gone) > 4 else "")
+    return [
+        f"a report must not lose runs; {path} has {len(gone)} that have not finished in "
+        f"{study.runs[0].folder.parent} ({few}); put their folders there too, or delete the file "
+        "to begin anew"
+    ]
+
+
 def _model(
-    model: str, runs: Sequence[StudyRun], base_row: str, problems: list[str]
+    model: str, runs: Sequence[StudyRun], base_row: str, known: int | None, problems: list[str]
 ) -> dict[str, Any]:
     names = list(dict.fromkeys(run.row for run in runs))
     rows: dict[str, Row] = {}
@@ -115,12 +148,17 @@ def _model(
         "name": model,
         "steps": runs[0].steps,
         "tokens": tokens_of(config),
-        "data_tokens": _data_tokens(config),
+        "data_tokens": _data_tokens(config) or known,
         "tokens_per_parameter": round(tokens_per_parameter(rows[names[0]]), 3),
+        "starts": starts({name: _config(runs, name) for name in names}, rows),
         "rows": [
             _row(name, [run for run in runs if run.row == name], rows[name]) for name in names
         ],
     }
+
+
+def _config(runs: Sequence[StudyRun], row: str) -> PretrainConfig:
+    return make_config(next(run.data for run in runs if run.row == row))
 
 
 def _data_tokens(config: PretrainConfig) -> int | None:
@@ -133,10 +171,12 @@ def _data_tokens(config: PretrainConfig) -> int | None:
 
 
 def _row(name: str, runs: Sequence[StudyRun], row: Row) -> dict[str, Any]:
+    linears, every = four_bit_shares(make_config(runs[0].data))
     return {
         "row": name,
         "precision": precision_key(row.settings),
-        "four_bit": round(four_bit_share(make_config(runs[0].data)), 4),
+        "four_bit": round(linears, 4),
+        "four_bit_all": round(every, 4),
         "numerics": evidence(runs[0].folder, runs[0].steps),
         "runs": [_run(row.runs[seed]) for seed in sorted(row.runs)],
     }
@@ -166,25 +206,25 @@ def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
 
 
-def four_bit_share(config: PretrainConfig) -> float:
-    """Share of the FLOPs of the block linears' GEMMs with both operands in 4 bits, over the run.
+def four_bit_shares(config: PretrainConfig) -> tuple[float, float]:
+    """Shares of FLOPs with both operands in 4 bits, over the run: (of the block linears' GEMMs, of
+    all matrix products: attention's, routers' and the output layer's too).
 
-    The schedule counts by samples. Output layer, attention and scans are no GEMMs of it.
+    The schedule counts by samples; causal attention counts half of its scores; scans are no GEMMs.
     """
     plan, total = precision_plan(config), config.train.total_samples
     marks = sorted({0, total, *(min(mark, total) for mark in plan.boundaries or [])})
-    done = 0.0
+    linears = len(GEMMS) * sum(module.flops for module in plan.modules)
+    others = len(GEMMS) * sum(part.flops for part in fixed_parts(plan.shape) if part.gemm)
+    four = 0.0
     for first, last in pairwise(marks):
         plan.consumed_samples = first
         recipes = plan.recipes()
-        four = all_flops = 0
         for module in plan.modules:
             for gemm in GEMMS:
                 narrow = all(bits(spec) == 4 for spec in recipes[module.name].specs(gemm))
-                four += narrow * module.flops
-                all_flops += module.flops
-        done += (last - first) / total * four / max(all_flops, 1)
-    return done
+                four += narrow * module.flops * (last - first) / total
+    return four / max(linears, 1), four / max(linears + others, 1)
 
 
 def read_results(path: Path) -> tuple[str, list[ModelResults]]:
@@ -208,7 +248,11 @@ def _read_model(data: Mapping[str, Any]) -> ModelResults:
         row = Row(one["row"])
         for run in one["runs"]:
             row.runs[run["seed"]] = _read_run(run, one, found)
-        found.rows.append(StudyRow(row, one["precision"], one["four_bit"], one["numerics"]))
+        found.rows.append(
+            StudyRow(
+                row, one["precision"], one["four_bit"], one["numerics"], one.get("four_bit_all")
+            )
+        )
     return found
 
 

@@ -85,7 +85,8 @@ def gaps(model: ModelResults, base_row: str) -> str:
             "pooled",
             "gap, BF16 forward, %",
         ),
-        *("less V1's gap", "pooled", "over V1's gap", "said of it and V1", "4-bit share"),
+        *("less V1's gap", "pooled", "over V1's gap", "said of it and V1"),
+        "4-bit share of the linears' FLOPs (of all matrix products')",
         *("tokens/s", "GiB", "diverged"),
     )
     lines = []
@@ -101,7 +102,7 @@ def gaps(model: ModelResults, base_row: str) -> str:
                 "" if is_base or own is None else _half(scatter["own"], len(own.seeds)),
                 spoken(interval(final_gaps(row, base.row, "bf16")), "+.2f") if not is_base else "0",
                 *_beside(one, v1, base),
-                f"{one.four_bit:.2f}" if one.four_bit else "",
+                _shares(one),
                 _speed(row, base.row),
                 _memory(row),
                 "" if is_base else _diverged(row, base.row),
@@ -118,6 +119,14 @@ def gaps(model: ModelResults, base_row: str) -> str:
         f"Spread of a run in its row and seed, all rows together: {said}."
     )
     return f"{_markdown(head, lines)}\n\n{note}"
+
+
+def _shares(one: StudyRow) -> str:
+    """Of the block linears' FLOPs, and of all matrix products'."""
+    if not one.four_bit:
+        return ""
+    every = "" if one.four_bit_all is None else f" ({one.four_bit_all:.4f})"
+    return f"{one.four_bit:.4f}{every}"
 
 
 def _ends(row: Row) -> dict[int, float]:
@@ -197,7 +206,26 @@ def runs(models: Sequence[ModelResults]) -> str:
             )
     if not lines:
         return "No run has finished yet."
-    return _markdown(head, lines)
+    return "\n\n".join([_markdown(head, lines), *_beginnings(models)])
+
+
+def _beginnings(models: Sequence[ModelResults]) -> list[str]:
+    """A sentence: how far apart rows with one forward began, which nothing but chance may do."""
+    told = [(model.name, *entry) for model in models for entry in model.starts]
+    if not told:
+        return []
+    parts = []
+    for name, row, other, seeds, apart in told:
+        words = "equal to the bit" if apart == 0 else f"up to {apart:.2g} apart"
+        parts.append(f"{name} `{row}` and `{other}`, {_seeds(len(seeds))}: {words}")
+    return [
+        "First losses of rows whose forward is the same, so that only other weights, other data or "
+        f"other sums could part them: {'; '.join(parts)}."
+    ]
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' if count != 1 else ''}"
 
 
 def why(model: ModelResults, base_row: str) -> str:
@@ -285,6 +313,8 @@ def _goal_late(model: ModelResults, base: StudyRow) -> str:
         half = gap.half if gap.half is not None else float("inf")
         met = gap.mean + half < 0.5 and one.four_bit >= 0.78
         missed = gap.mean - half > 0.5 or one.four_bit < 0.78
-        share = f"{one.four_bit:.3f} of the block linears' FLOPs"
+        share = f"{one.four_bit:.4f} of the block linears' FLOPs"
+        if one.four_bit_all is not None:
+            share += f" ({one.four_bit_all:.4f} of all matrix products')"
         said.append(f"`{one.row.label}` {spoken(gap, '+.2f')} %, {share}: {_verdict(met, missed)}")
     return f"{text}{'; '.join(said) or 'not yet measured'}."

@@ -12,10 +12,13 @@ import pytest
 import yaml
 
 from fused_ops.errors import ConfigError
+from fused_ops.keys import GEMMS
+from fused_ops.recipe import get_recipe
+from pretrain.config import make_config, precision_plan
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.study.budget import costs, render
 from pretrain.study.place import Places, run_all
-from pretrain.study.plan import is_finished, load_study, steps_done
+from pretrain.study.plan import is_finished, load_study, select, steps_done
 from tests.toy import make_toy, toy_config
 from tools.study import main
 
@@ -65,6 +68,22 @@ def test_runs_come_in_order_with_seeds_last(data, tmp_path):
     assert study.notes == []
 
 
+def test_runs_are_picked_by_texts_in_their_order(data, tmp_path, capsys):
+    folder = write_study(tmp_path / "s", data)
+    study = load_study(folder, tmp_path / "runs")
+    names = [run.name for run in select(study.runs, ["v1-s2", "toy-bf16", "s1", ""])]
+    assert names == ["toy-v1-s2", "toy-bf16-s1", "toy-bf16-s2", "toy-v1-s1"]
+    assert select(study.runs, []) == study.runs
+    words = [str(folder), "--runs", str(tmp_path / "runs"), "--list"]
+    assert main([*words, "--only", "v1-s2,bf16-s1", "--only", "v1-s1"]) == 0
+    said = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "toy-" in line]
+    assert said[:3] == ["toy-v1-s2", "toy-bf16-s1", "toy-v1-s1"]
+    assert main([*words, "--only", "v1,v2", "--only", "v3"]) == 2
+    said = capsys.readouterr().err
+    assert "no run has 'v2'" in said
+    assert "no run has 'v3'" in said
+
+
 def test_every_problem_is_told_at_once(data, tmp_path):
     stages = [{"models": ["toy", "toi"], "rows": ["v2"], "seeds": [1]}]
     with pytest.raises(ConfigError) as error:
@@ -86,6 +105,15 @@ def test_the_shipped_study_is_sound(tmp_path):
     assert names[:4] == [f"dense-30m-bf16-s{seed}" for seed in (1, 2, 3, 4)]
     assert len(names) == len(set(names)) > 90
     assert "dense-30m-nvfp4_ranked is left out" in study.notes[0]
+    for row, high in {"forward": ("dgrad", "wgrad"), "backward": ("fprop",)}.items():
+        for family, recipe in {"nvfp4": "nvfp4", "nvfp4_fast": "nvfp4_fast"}.items():
+            name = f"dense-30m-{family}_{row}_only-s1"
+            config = make_config(next(run for run in study.runs if run.name == name).data)
+            for own in precision_plan(config).recipes().values():
+                for gemm in GEMMS:
+                    wanted = get_recipe("bf16" if gemm in high else recipe).specs(gemm)
+                    labels = [spec.label.removesuffix(" from_forward") for spec in wanted]
+                    assert [spec.label for spec in own.specs(gemm)] == labels
     run = next(run for run in study.runs if run.model == "dense-100m")
     assert run.data["model"]["preset"] == "dense-100m"
     assert run.data["model"]["vocab_size"] == 32768

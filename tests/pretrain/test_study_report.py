@@ -8,11 +8,19 @@ import pytest
 import yaml
 
 from fused_ops.errors import ConfigError
+from pretrain.comparison.runs import Row, group_runs, read_run
 from pretrain.config import make_config
 from pretrain.history import encode_row
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import load_study
-from pretrain.study.results import four_bit_share, read_results
+from pretrain.study.results import (
+    ModelResults,
+    StudyRow,
+    four_bit_shares,
+    read_results,
+    write_results,
+)
+from pretrain.study.starts import starts
 from pretrain.study.write_up import fill
 from tests.toy import make_toy, toy_config
 from tools.study import main
@@ -29,6 +37,10 @@ ROWS = {
         "schedule": [LATE],
     },
 }
+# Multiplications a token, forward: qkv, proj, fc1 and fc2 of 2 layers each; 4 heads of 16 that see
+# 16.5 tokens in the mean, twice; the output layer.
+LINEARS = 2 * 64 * (128 + 64 + 256 + 128)
+ALL = LINEARS + 2 * round(4 * 16.5 * 2 * 16) + 64 * 128
 # Final gaps in per cent, by seed 1, 2, 3.
 GAPS = {
     "bf16": (0.0, 0.0, 0.0),
@@ -42,7 +54,9 @@ GAPS = {
 def study(tmp_path_factory):
     """(study folder, runs folder) of a study whose runs were never run."""
     place = tmp_path_factory.mktemp("study")
-    base = toy_config(make_toy(place / "toy"), "*-*-", train={"steps": STEPS})
+    base = toy_config(
+        make_toy(place / "toy"), "*-*-", train={"steps": STEPS}, model={"vocab_size": 128}
+    )
     (place / "base.yaml").write_text(yaml.safe_dump(base))
     rows = {name: {"precision": precision} for name, precision in ROWS.items()}
     stages = [{"models": ["dense-30m"], "rows": list(ROWS), "seeds": [1, 2, 3, 4]}]
@@ -106,13 +120,11 @@ def test_report_from_runs_and_again_without_them(study, tmp_path, capsys):
     assert cells[6] == "-0.30 +- 0.05"
     assert cells[8].startswith("0.70 [0.6")
     assert cells[9] == "better"
-    assert cells[10:14] == ["1.00", "6,000 (1.20x)", "2.5", "no"]
+    assert cells[10:14] == [f"1.0000 ({LINEARS / ALL:.4f})", "6,000 (1.20x)", "2.5", "no"]
     assert "No run has finished yet." in first, "of moe-30m"
     assert "(a) without BF16 layers at most 0.8 of V1's gap: `nvfp4_fast_fp8` 0.70 [" in first
     assert first.count(": met.") == 2, "a and b"
-    assert (
-        "`nvfp4_tail_late_bf16` +0.40 +- 0.02 %, 0.458 of the block linears' FLOPs: miss" in first
-    )
+    assert "`nvfp4_tail_late_bf16` +0.40 +- 0.02 %, 0.4583 of the block linears' FLOPs (" in first
     assert "| dense-30m | `nvfp4` | 1, 2, 3 | 24,576 |" in first
     assert "abc123def456" in first
     pictures = sorted((folder / "figures").glob("*.png"))
@@ -152,7 +164,71 @@ def test_the_share_of_four_bits_counts_the_schedule(study):
     layers = 0.5  # attention and MLP repeat
     wanted = {"bf16": 0.0, "nvfp4": 1.0, "nvfp4_tail_late_bf16": layers * (3 / 4 + 1 / 4 * 2 / 3)}
     for row, share in wanted.items():
-        assert four_bit_share(make_config(by_row[row].data)) == pytest.approx(share)
+        config = make_config(by_row[row].data)
+        linears, every = four_bit_shares(config)
+        assert linears == pytest.approx(share)
+        assert every == pytest.approx(share * LINEARS / ALL)
+
+
+def test_a_report_loses_no_run(study, tmp_path, capsys):
+    """Runs of another machine alone would replace those that the file has; beside them they count.
+
+    How many tokens the data has is kept where the data is not there.
+    """
+    folder, runs = study
+    path, some, text = folder / "results.json", tmp_path / "some", tmp_path / "a.md"
+    write_results(load_study(folder, runs), path)
+    before = path.read_bytes()
+    some.mkdir()
+    for made in runs.glob("*-s[12]"):
+        shutil.copytree(made, some / made.name)
+    text.write_text("<!-- study:runs -->\n<!-- /study:runs -->\n")
+    words = [str(folder), "--runs", str(some), "--report", str(text)]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "4 that have not finished in" in said
+    assert "dense-30m-nvfp4-s3" in said
+    assert path.read_bytes() == before
+    for made in runs.glob("*-s3"):
+        shutil.copytree(made, some / made.name)
+    assert write_results(load_study(folder, some, ["data.train=nowhere"]), path) == 12
+    assert path.read_bytes() == before
+    assert main([*words, "--only", "bf16"]) == 2
+    assert "leave --only out" in capsys.readouterr().err
+
+
+def test_rows_with_one_forward_must_begin_alike(study, tmp_path):
+    """Forward only begins as V1 does, and backward only as BF16; decode changes a forward."""
+    folder, runs = study
+    by_row = {run.row: run for run in load_study(folder, runs).runs if run.seed == 1}
+    fast = {"recipe": "nvfp4_fast"}
+    only = {
+        "forward_only": {
+            "recipe": "nvfp4",
+            "rules": [{"gemms": ["dgrad", "wgrad"], "recipe": "bf16"}],
+        },
+        "backward_only": {"recipe": "nvfp4", "rules": [{"gemms": ["fprop"], "recipe": "bf16"}]},
+        "fast_exact": fast,
+        "fast_late": {**fast, "decode": "fp8", "schedule": [LATE]},
+    }
+    configs = {row: make_config(run.data) for row, run in by_row.items()}
+    rows = {row: group_runs([read_run(run.folder)])[0] for row, run in by_row.items()}
+    for name, precision in only.items():
+        configs[name] = make_config({**by_row["bf16"].data, "precision": precision})
+        rows[name] = Row(name, dict(rows["bf16"].runs))
+    found = {row: (other, seeds, apart) for row, other, seeds, apart in starts(configs, rows)}
+    # What a run that was never run says of step 1 grows with its gap: 1 % of 1/96.
+    assert found.pop("forward_only") == ("nvfp4", [1], pytest.approx(0.01 / 96, rel=0.005))
+    assert found.pop("backward_only") == ("bf16", [1], 0.0)
+    assert found.pop("fast_late") == ("nvfp4_fast_fp8", [1], pytest.approx(0.007 / 96, rel=0.005))
+    assert found == {}
+    model = ModelResults(
+        "dense-30m", 96, 1, 1, 1.0, [["b", "a", [1, 2], 0.0], ["c", "a", [1], 1e-4]]
+    )
+    model.rows.append(StudyRow(rows["bf16"], {}, 0.0, {}))
+    said = fill("<!-- study:runs --><!-- /study:runs -->", "bf16", [model])
+    assert "`b` and `a`, 2 seeds: equal to the bit; " in said
+    assert "`c` and `a`, 1 seed: up to 0.0001 apart." in said
 
 
 def test_what_cannot_be_reported_is_said(study, tmp_path, capsys):
