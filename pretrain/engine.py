@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds what a run trains: model, its precision, gradient buffers, optimizer, schedule."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -33,7 +35,7 @@ class Engine:
 
     world: World
     chunks: list[Any]
-    """Model chunks of this rank, wrapped in DistributedDataParallel; one per virtual stage."""
+    """Model chunks of this rank, wrapped in CollectableDDP; one per virtual stage."""
     config: TransformerConfig
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -132,6 +134,27 @@ def _check_scan(config: PretrainConfig, engine_config: TransformerConfig, world:
     on_all(check)
 
 
+class CollectableDDP(DistributedDataParallel):
+    """megatron-core's wrapper, freed with its process groups once nobody uses it.
+
+    megatron-core's own hooks hold the wrapper, and hang at nodes of autograd's graph that the
+    distributed optimizer keeps alive: it takes FP32 weights by views with a history. Python's
+    collector does not see references that pass through such nodes, and model, optimizer and groups
+    would live as long as the process.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Any:
+        seen = weakref.ref(self)
+        made = DistributedDataParallel._make_backward_post_hook
+
+        def hook(*gradients: Any) -> None:
+            wrapper = seen()
+            if wrapper is not None:
+                made(wrapper, param)(*gradients)
+
+        return hook
+
+
 def _wrap(
     config: PretrainConfig, engine_config: TransformerConfig, chunks: list[Any], world: World
 ) -> list[Any]:
@@ -145,7 +168,7 @@ def _wrap(
         overlap_param_gather=parallel.overlap_param_gather and distributed,
     )
     wrapped = [
-        DistributedDataParallel(
+        CollectableDDP(
             engine_config,
             ddp_config,
             chunk,

@@ -7,11 +7,14 @@ import os
 import random
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fused_ops.errors import ConfigError
@@ -135,11 +138,13 @@ def _groups() -> list[dist.ProcessGroup]:
 def free_groups() -> None:
     """Leaves megatron-core's groups, and ends them: each gloo group has threads of its own.
 
-    megatron-core only forgets them, and a process that makes them again and again would drown.
-    Graphs that were recorded with them end before.
+    megatron-core only forgets them (one not even that), and a process that makes them again and
+    again would drown. Graphs that were recorded with them end before. The threads of a group end
+    with the last reference to it: models that are in use keep theirs.
     """
     free_graphs()
     parallel_state.destroy_model_parallel()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     if dist.is_initialized():
         alive = set(_groups())
         for group in _made:
@@ -147,6 +152,9 @@ def free_groups() -> None:
                 dist.destroy_process_group(group)
     if _made:
         _made.clear()
+        rotaries: tuple[Any, ...] = (RotaryEmbedding, YarnRotaryEmbedding)
+        for rotary in rotaries:
+            rotary.forward.cache_clear()  # its keys are the modules, which know their groups
         gc.collect()  # models that nobody uses hold groups, in cycles
 
 
