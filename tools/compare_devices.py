@@ -5,6 +5,8 @@ Trains a small model on text that comes with Python, byte by byte, in each recip
 the GPU, and twice on the GPU with its GEMMs summed in other orders (two halves, each rounded to
 BF16). Prints max and mean |difference of loss| between the devices beside the band, the larger of
 the two differences that the orders make. Without a GPU the orders are compared on the CPU alone.
+With `--keep FOLDER --text FILE` its runs stay in FOLDER and are not repeated: those of the CPU can
+be trained on another machine first (`--only-cpu`), and the losses of every step looked at.
 Exit status 1 if the devices lie further apart, in the mean, than three times the band, which is the
 rule of tools.parity; 2 for a mistake.
 """
@@ -30,11 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipes", default="bf16,nvfp4,nvfp4_fast", help="RECIPE or RECIPE:fp8")
     parser.add_argument("--pattern", default="M-*-", help="of the model (%(default)s)")
     parser.add_argument("--text", type=Path, help="JSON lines of tools.quickstart_text")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the runs; needs --text")
+    parser.add_argument("--only-cpu", action="store_true", help="train the CPU's runs and stop")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
+    if options.keep and not options.text:
+        parser.error("--keep needs --text: runs that stay are compared with others of one text")
+    if options.only_cpu and not options.keep:
+        parser.error("--only-cpu needs --keep: its runs are for a comparison to come")
     cpu_compat.enable()
     try:
+        if options.keep:
+            return _report(options, options.keep.resolve())
         with tempfile.TemporaryDirectory() as folder:
             return _report(options, Path(folder))
     except ConfigError as error:
@@ -44,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
-    from pretrain.parity.devices import compare, write_config
+    from pretrain.parity.devices import compare, cpu_losses, write_config
 
     text = options.text
     if text is None:
@@ -53,6 +63,11 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     elif not text.is_file():
         raise ConfigError(f"--text must be a file of tools.quickstart_text; {text} is none")
+    if options.only_cpu:
+        config = write_config(folder, text, options.pattern, options.steps)
+        for recipe in options.recipes.split(","):
+            cpu_losses(config, recipe.strip())
+        return 0
     gpu = torch.cuda.is_available()
     where = torch.cuda.get_device_name() if gpu else "no GPU: CPU against CPU in other orders"
     print(f"{where}, torch {torch.__version__}; {options.pattern}, {options.steps} steps")

@@ -5,6 +5,7 @@ Losses part as trajectories of rounded numbers do, so no bound is written here: 
 the same device gives when its GEMMs sum in another order (`pretrain.parity.orders`).
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -98,11 +99,15 @@ def run_file(data: Path, runs: Path, pattern: str, steps: int) -> dict[str, Any]
 
 
 def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: int = 0) -> Any:
-    """fp64 losses of every step of a run in a process of its own.
+    """fp64 losses of every step of a run in a process of its own; of one that has ended, as kept.
 
     Raises:
         ConfigError: the run failed; with its last words.
     """
+    place = config.parent / "runs" / name / METRICS_FILE
+    kept = _read_losses(place)
+    if len(kept) == yaml.safe_load(config.read_text())["train"]["steps"]:
+        return kept
     module = ["pretrain.parity.ordered", str(order)] if order else ["pretrain"]
     settings = [*overrides, f"run.name={name}", f"run.device={'cuda' if gpu else 'cpu'}"]
     command = [sys.executable, "-m", *module, str(config), *settings]
@@ -113,7 +118,11 @@ def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: 
             f"a run must end before it can be compared; {name} ended with status "
             f"{done.returncode}: {done.stderr.strip()[-2000:]}"
         )
-    rows = read_metrics(config.parent / "runs" / name / METRICS_FILE)
+    return _read_losses(place)
+
+
+def _read_losses(path: Path) -> Any:
+    rows = read_metrics(path) if path.exists() else []
     return np.array([float(row["loss"]) for row in rows if "loss" in row])
 
 
@@ -124,6 +133,18 @@ def gap(one: Any, other: Any) -> Gap:
     return Gap(float(difference.max()), float(difference.mean()))
 
 
+def _settings(recipe: str) -> tuple[str, list[str]]:
+    name, _, decode = recipe.partition(":")
+    settings = [f"precision.recipe={name}", *([f"precision.decode={decode}"] if decode else [])]
+    return recipe.replace(":", "_"), settings
+
+
+def cpu_losses(config: Path, recipe: str) -> Any:
+    """Those of the run on the CPU; arguments of `compare`."""
+    label, overrides = _settings(recipe)
+    return losses(config, f"{label}-cpu", overrides, False)
+
+
 def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
     """Trains `config` in one recipe on every device that there is, and in other orders.
 
@@ -132,10 +153,8 @@ def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
         recipe: a name, and after a colon how Hopper decodes it.
         gpu: whether there is one; else the CPU is compared with itself.
     """
-    name, _, decode = recipe.partition(":")
-    overrides = [f"precision.recipe={name}", *([f"precision.decode={decode}"] if decode else [])]
-    label = recipe.replace(":", "_")
-    cpu = losses(config, f"{label}-cpu", overrides, False)
+    label, overrides = _settings(recipe)
+    cpu = cpu_losses(config, recipe)
     base = losses(config, f"{label}-gpu", overrides, True) if gpu else cpu
     others = [
         gap(base, losses(config, f"{label}-order{seed}", overrides, gpu, seed)) for seed in ORDERS
@@ -146,8 +165,25 @@ def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
 
 
 def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
-    """The data and the run file of a comparison in `folder`; returns the file."""
-    data = write_bytes(text, folder / "data", most=8 * 129 * (steps + 8) * 2)
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run_file(data, folder / "runs", pattern, steps)))
+    """The data and the run file of a comparison in `folder`; returns the file.
+
+    Raises:
+        ConfigError: `folder` has runs of another comparison.
+    """
+    data, path, note = folder / "data", folder / "run.yaml", folder / "comparison.json"
+    run = run_file(data, folder / "runs", pattern, steps)
+    what = {
+        "text": hashlib.sha256(text.read_bytes()).hexdigest(),
+        **{key: value for key, value in run.items() if key not in ("run", "data")},
+    }
+    if note.exists() and json.loads(note.read_text()) != what:
+        raise ConfigError(
+            f"a folder keeps the runs of one comparison; {folder} has another text, pattern or "
+            "number of steps: give another folder, or what it was made with"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(what))
+    if not (data / MANIFEST_NAME).exists():
+        write_bytes(text, data, most=8 * 129 * (steps + 8) * 2)
+    path.write_text(yaml.safe_dump(run))
     return path

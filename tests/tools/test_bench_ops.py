@@ -8,7 +8,8 @@ from tools.bench_ops.whole_linear import CHECKED, check, layer, saved_bytes
 
 
 @pytest.mark.parametrize(
-    "label, share", [("bf16", 1), ("nvfp4", 9 / 32), ("nvfp4_fast:fp8", 9 / 32), ("mxfp8", 33 / 64)]
+    ("label", "share"),
+    [("bf16", 1), ("nvfp4", 9 / 32), ("nvfp4_fast:fp8", 9 / 32), ("mxfp8", 33 / 64)],
 )
 def test_bytes_kept_for_backward(label, share):
     """Codes of half a byte and a scale byte of 16: 9 bits where BF16 has 32 in two elements."""

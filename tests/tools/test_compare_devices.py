@@ -2,9 +2,12 @@
 """A run on two devices beside the band of other orders of sums."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from pretrain.parity import devices
 from pretrain.parity.devices import Comparison, Gap, gap, write_bytes
@@ -71,6 +74,39 @@ def test_devices_far_apart_fail(text, monkeypatch, capsys):
 def test_mistakes(capsys):
     assert compare_devices.main(["--text", "nothing"]) == 2
     assert "--text must be a file of tools.quickstart_text" in capsys.readouterr().err
+
+
+def test_runs_that_are_kept_are_not_repeated(text, tmp_path, monkeypatch, capsys):
+    """The CPU's runs of one machine, then the rest on another: a folder that has moved."""
+    trained = []
+
+    def train(command, **_):
+        config, name = Path(command[-4]), command[-2].removeprefix("run.name=")
+        trained.append(name)
+        run = yaml.safe_load(config.read_text())
+        place = Path(run["run"]["dir"]) / name
+        place.mkdir(parents=True)
+        rows = [{"step": step, "loss": 5.0 + 0.1 * len(trained)} for step in (1, 2)]
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(devices.subprocess, "run", train)
+    first, second = tmp_path / "first", tmp_path / "second"
+    options = ["--steps", "2", "--recipes", "bf16", "--text", str(text), "--keep"]
+    assert compare_devices.main([*options, str(first), "--only-cpu"]) == 0
+    assert trained == ["bf16-cpu"]
+    first.rename(second)
+    assert compare_devices.main([*options, str(second)]) == 0
+    assert trained == ["bf16-cpu", "bf16-order1", "bf16-order2"], "of a machine without a GPU"
+    assert compare_devices.main([*options, str(second), "--steps", "3"]) == 2
+    assert "keeps the runs of one comparison" in capsys.readouterr().err
+
+
+def test_kept_runs_need_their_text(capsys):
+    for wrong in (["--keep", "x"], ["--only-cpu"]):
+        with pytest.raises(SystemExit):
+            compare_devices.main(wrong)
+        assert "needs --" in capsys.readouterr().err
 
 
 @pytest.mark.slow

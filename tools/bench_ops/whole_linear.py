@@ -54,7 +54,11 @@ def layer(
         mark_zeroed([weight])
         codes = WeightCodes() if implementation is None else None
         call = LinearCall(
-            recipe=recipe, key=key, main_grad=True, weight_codes=codes, implementation=implementation
+            recipe=recipe,
+            key=key,
+            main_grad=True,
+            weight_codes=codes,
+            implementation=implementation,
         )
         y = linear(x, weight, call=call)
         dx, _ = torch.autograd.grad(y, [x, weight], dy, allow_unused=True)
