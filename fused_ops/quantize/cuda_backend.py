@@ -135,11 +135,23 @@ def _same_bytes(
     return torch.equal(left.codes, right.codes) and torch.equal(left.scales, right.scales)
 
 
+TILE = {"rows": 64, "stages": 2, "blocks": 4, "waves": 1}
+"""How the source goes through a matrix where TILES names nothing better; see its macros."""
+TILES: dict[tuple[bool, str], dict[str, int]] = {}
+"""The tiles that measured best, by whether the row operand's scales are powers of two, and by the
+row operand's form."""
+
+
 def pair_macros(
-    row: OperandSpec, column: OperandSpec, forms: tuple[str, str], fixed_signs: bool
+    row: OperandSpec,
+    column: OperandSpec,
+    forms: tuple[str, str],
+    fixed_signs: bool,
+    tile: dict[str, int] | None = None,
 ) -> list[str]:
     """The compiler's definitions for a pair of operands; see the source."""
-    found = []
+    tile = tile or TILES.get((row.is_pow2, forms[0]), TILE)
+    found = [f"-DTILE_{name.upper()}={value}" for name, value in tile.items()]
     for side, spec, form in (("R", row, forms[0]), ("C", column, forms[1])):
         found += [
             f"-D{side}_POW2={str(spec.is_pow2).lower()}",

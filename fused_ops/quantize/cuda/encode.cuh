@@ -32,10 +32,29 @@ __device__ void philox_round(uint4& c, uint32_t k0, uint32_t k1) {
       uint32_t(p1 >> 32) ^ c.y ^ k0, uint32_t(p1), uint32_t(p0 >> 32) ^ c.w ^ k1, uint32_t(p0));
 }
 
-__device__ uint4 philox(const RoundKeys& keys, uint32_t row, uint32_t block) {
-  uint4 c = make_uint4(row, block, 0, 0);
+// What three rounds of the counter (row, block, 0, 0) need of the row.
+__device__ uint4 start_of_row(const RoundKeys& keys, uint32_t row) {
+  const uint4 first = keys.pairs[0], second = keys.pairs[1];
+  const uint64_t p0 = uint64_t(row) * 0xD2511F53u;
+  const uint64_t q1 = uint64_t(uint32_t(p0 >> 32) ^ first.y) * 0xCD9E8D57u;
+  const uint64_t s0 = uint64_t(uint32_t(q1 >> 32) ^ first.z) * 0xD2511F53u;
+  return make_uint4(
+      uint32_t(p0) ^ first.w, uint32_t(q1) ^ second.x, uint32_t(s0 >> 32) ^ second.y, uint32_t(s0));
+}
+
+// And of the block.
+__device__ uint2 start_of_block(const RoundKeys& keys, uint32_t block) {
+  const uint64_t q0 = uint64_t(block ^ keys.pairs[0].x) * 0xD2511F53u;
+  return make_uint2(uint32_t(q0 >> 32), uint32_t(q0));
+}
+
+// All ten rounds.
+__device__ uint4 philox(const RoundKeys& keys, const uint4& row, const uint2& block) {
+  const uint64_t s1 = uint64_t(block.x ^ row.x) * 0xCD9E8D57u;
+  uint4 c = make_uint4(uint32_t(s1 >> 32) ^ row.y, uint32_t(s1), row.z ^ block.y, row.w);
+  philox_round(c, keys.pairs[1].z, keys.pairs[1].w);
 #pragma unroll
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 2; i < 5; ++i) {
     const uint4 k = keys.pairs[i];
     philox_round(c, k.x, k.y);
     philox_round(c, k.z, k.w);
@@ -78,10 +97,15 @@ __device__ uint32_t e4m3_byte(float x) {
   return r & 0xFFu;
 }
 
-__device__ float e4m3_value(uint32_t byte) {
+// In fp16, the lower half.
+__device__ uint32_t e4m3_halves(uint32_t byte) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(byte)));
-  return __half2float(__ushort_as_half(uint16_t(halves)));
+  return halves;
+}
+
+__device__ float e4m3_value(uint32_t byte) {
+  return __half2float(__ushort_as_half(uint16_t(e4m3_halves(byte))));
 }
 
 __device__ float power(int exponent) { return float_of(uint32_t(exponent + 127) << 23); }
@@ -228,7 +252,7 @@ __device__ Block scale_of(const float (&v)[16], uint32_t bits, const Tensor& t) 
     block.factor = power(-exponent - t.shift);
     block.byte = finite ? uint32_t(exponent + 7) << 3 : 0x7Fu;
   } else if (CHOICE == 0) {
-    block.byte = e4m3_byte(min_nan(float_of(bits) * (t.s_enc * kRnSixth), kFltMax));
+    block.byte = e4m3_byte(float_of(bits) * (t.s_enc * kRnSixth));
     block.factor = block_factor(block.byte, t);
   } else {
     four_over_six(v, float_of(bits), t, block);
@@ -241,10 +265,17 @@ __device__ Block scale_of(const float (&v)[16], uint32_t bits, const Tensor& t) 
 // Two values as halves sign | code << 9 | rest: E2M1 times 2^-14 in fp16, whose subnormal numbers
 // have the steps below 1. Toward zero, so that adding the dither to the bits keeps the exact sum's
 // floor; what is below the code is not needed any more.
-__device__ uint32_t stochastic_pair(float first, float second, uint32_t dither) {
+__device__ uint32_t to_halves(float first, float second) {
   uint32_t halves;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(second), "f"(first));
-  return halves + (dither << 1);
+  return halves;
+}
+
+// Magnitudes above 6 times 2^-14, NaN among them, become that.
+__device__ uint32_t saturate_halves(uint32_t halves) {
+  uint32_t r;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(halves), "r"(0x0E000E00u));
+  return r;
 }
 
 __device__ __half2 as_half2(uint32_t bits) { return *reinterpret_cast<__half2*>(&bits); }
@@ -256,43 +287,54 @@ constexpr __device__ int element_of(int i, int which) {
   return CODES ? 4 * (i / 2) + i % 2 + 2 * which : 2 * i + which;
 }
 
-// Sixteen rounded values as pairs in fp16: times 2^-14 (UNITS), or as they are (never with SR).
-// Below the code, CODES leaves bits of the dither's sum.
-template <bool SR, bool UNITS, bool CODES>
-__device__ void round_pairs(
+// Sixteen values rounded stochastically, as pairs in fp16 times 2^-14. Below the code, CODES leaves
+// bits of the dither's sum. POW2: the factor is a power of two.
+template <bool POW2, bool CODES>
+__device__ void dither_pairs(
     float (&v)[16], const Block& block, float top, const uint4& random, uint32_t (&pairs)[8]) {
-  float factor = block.factor;
-  if (!(top * factor <= (SR ? 6.f : 6.99f))) {
+  float factor = block.factor * 6.103515625e-05f;
+  if (!POW2 && block.factor < 1e-30f) {  // where that would lose bits
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] *= 6.103515625e-05f;
+    factor = block.factor;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    pairs[i] = to_halves(v[element_of<CODES>(i, 0)] * factor, v[element_of<CODES>(i, 1)] * factor);
+  }
+  // An E4M3 scale that was rounded down lets values pass 6, in half of the blocks.
+  if (!POW2 || !(top * block.factor <= 6.f)) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i] = saturate_halves(pairs[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t bytes = CODES ? (i % 2 ? 0x4341u : 0x4240u) : (i % 2 ? 0x4342u : 0x4140u);
+    pairs[i] += __byte_perm(word_of(random, i / 2), 0u, bytes) << 1;
+    if (!CODES) pairs[i] &= 0xFE00FE00u;
+  }
+}
+
+// Sixteen values rounded to nearest, as pairs in fp16: times 2^-14 (UNITS), or as they are.
+template <bool UNITS, bool CODES>
+__device__ void nearest_pairs(
+    float (&v)[16], const Block& block, float top, uint32_t (&pairs)[8]) {
+  const float factor = block.factor;
+  if (!(top * factor <= 6.99f)) {
     // Values that saturate become some that are above 6 by what rounding takes away again.
     const float most = __fdiv_rn(6.f, factor) * 1.000001f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = fmaxf(fminf(v[i], most), -most);
-  }
-  if (SR) {
-    // Times 2^-14, where that loses nothing.
-    if (factor < 1e-30f) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) v[i] *= 6.103515625e-05f;
-    } else {
-      factor *= 6.103515625e-05f;
-    }
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float first = v[element_of<CODES>(i, 0)] * factor;
     const float second = v[element_of<CODES>(i, 1)] * factor;
     uint32_t halves;
-    if (SR) {
-      const uint32_t word = word_of(random, i / 2);
-      const uint32_t bytes = CODES ? (i % 2 ? 0x4341u : 0x4240u) : (i % 2 ? 0x4342u : 0x4140u);
-      halves = stochastic_pair(first, second, __byte_perm(word, 0u, bytes));
-      if (!CODES) halves &= 0xFE00FE00u;
-    } else {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;"
-          : "=r"(halves)
-          : "f"(nearest(second)), "f"(nearest(first)));
-      if (UNITS) halves = as_bits(__hmul2(as_half2(halves), __float2half2_rn(6.103515625e-05f)));
-    }
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+        : "=r"(halves)
+        : "f"(nearest(second)), "f"(nearest(first)));
+    if (UNITS) halves = as_bits(__hmul2(as_half2(halves), __float2half2_rn(6.103515625e-05f)));
     pairs[i] = halves;
   }
 }
@@ -314,11 +356,12 @@ __device__ uint32_t pack_codes(const uint32_t (&pairs)[8], int first) {
   return unsigned_zeros(packed);
 }
 
-// Values times scale, without negative zeros: exact in fp16 for every E4M3 scale times 2^-SHIFT.
-template <bool UNITS>
-__device__ void scale_pairs(uint32_t (&pairs)[8], float scale) {
+// Values times the E4M3 scale times 2^-SHIFT, without negative zeros: exact in fp16.
+template <bool UNITS, int SHIFT>
+__device__ void scale_pairs(uint32_t (&pairs)[8], uint32_t byte) {
   const __half2 up = __float2half2_rn(128.f), zero = __float2half2_rn(0.f);
-  const __half2 rest = __float2half2_rn(UNITS ? scale * 128.f : scale);
+  const __half2 unit = __float2half2_rn((UNITS ? 128.f : 1.f) / (1 << SHIFT));
+  const __half2 rest = __hmul2(as_half2(__byte_perm(e4m3_halves(byte), 0u, 0x1010u)), unit);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const __half2 pair = as_half2(pairs[i]);
@@ -368,7 +411,7 @@ __device__ void finish(uint32_t (&pairs)[8], uint32_t byte, uint32_t (&out)[word
     out[0] = pack_codes(pairs, 0);
     out[1] = pack_codes(pairs, 4);
   } else {
-    scale_pairs<UNITS>(pairs, e4m3_value(byte) * (1.f / (1 << SHIFT)));
+    scale_pairs<UNITS, SHIFT>(pairs, byte);
 #pragma unroll
     for (int i = 0; i < words_of(FORM); ++i) {
       out[i] = FORM == 1 ? to_e4m3(pairs[2 * i % 8], pairs[(2 * i + 1) % 8]) : to_bf16(pairs[i]);
@@ -377,7 +420,7 @@ __device__ void finish(uint32_t (&pairs)[8], uint32_t byte, uint32_t (&out)[word
 }
 
 // Rounds a block and gives what is written of it.
-template <int FORM, int SHIFT, bool SR>
+template <bool POW2, int FORM, int SHIFT, bool SR>
 __device__ void encode(
     float (&v)[16], const Block& block, uint32_t bits, const uint4& random,
     uint32_t (&out)[words_of(FORM)]) {
@@ -390,7 +433,11 @@ __device__ void encode(
 #endif
   constexpr bool kUnits = SR || FORM == 0;
   uint32_t pairs[8];
-  round_pairs<SR, kUnits, FORM == 0>(v, block, float_of(bits), random, pairs);
+  if constexpr (SR) {
+    dither_pairs<POW2, FORM == 0>(v, block, float_of(bits), random, pairs);
+  } else {
+    nearest_pairs<kUnits, FORM == 0>(v, block, float_of(bits), pairs);
+  }
   finish<FORM, SHIFT, kUnits>(pairs, block.byte, out);
 }
 

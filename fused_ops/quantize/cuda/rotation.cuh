@@ -8,9 +8,9 @@
 
 namespace {
 
-constexpr int kRows = 64;    // of a tile: four blocks of a column
-constexpr int kWords = 64;   // 32-bit words of two columns: eight blocks of a row
-constexpr int kThreads = 256;
+constexpr int kRows = TILE_ROWS;  // of a tile: as many blocks of a column as 16 go into it
+constexpr int kWords = 64;        // 32-bit words of two columns: eight blocks of a row
+constexpr int kThreads = kRows / 16 * kWords;
 constexpr uint32_t kWarp = 0xFFFFFFFFu;
 constexpr float kFltMax = 3.4028234663852886e38f;
 constexpr float kRnSixth = 0.16666667163372040f;
@@ -124,7 +124,8 @@ __device__ uint32_t is_negative(const float* signs, int i) {
 // This thread's part of diag(signs) H / 4 as the right factor of two products, two words each.
 // Their columns are such outputs that a thread gets four neighbours: 4 q, 4 q + 1 from the first,
 // 4 q + 2, 4 q + 3 from the second product, q its number in a group of four threads.
-__device__ void rotation_words(uint32_t (&b)[4], const float* signs) {
+__device__ uint4 rotation_words(const float* signs) {
+  uint32_t b[4];
   const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
   const uint32_t both = 0x80008000u;
   uint32_t entry = 0x3E803E80u ^ (g & 1 ? 0x80000000u : 0u) ^ (q >> 1 & g >> 1 & 1 ? both : 0u);
@@ -133,6 +134,7 @@ __device__ void rotation_words(uint32_t (&b)[4], const float* signs) {
   b[1] = entry ^ is_negative(signs, 2 * q + 8) << 15 ^ is_negative(signs, 2 * q + 9) << 31;
   b[2] = b[0] ^ (q & 1 ? both : 0u);
   b[3] = b[1] ^ (q & 1 ? both : 0u);
+  return make_uint4(b[0], b[1], b[2], b[3]);
 }
 
 // What proves the sums of a thread's two columns, c = lane / 4 and c + 8 of a tile of 16.
@@ -179,8 +181,11 @@ __device__ uint32_t unproved(const Proof& proof, const float (&d0)[4], const flo
   return __ballot_sync(kWarp, doubt != 0u && (apart != 0u || !(proof.most < kFltMax)));
 }
 
-// The tile in shared memory: 16 bytes number `unit` of a row, spread over the banks.
-__device__ int place(int row, int unit) { return row * kWords + ((unit ^ (row & 7)) << 2); }
+// The tile in shared memory: 16 bytes number `unit` of a row, spread over the banks for reads of
+// eight blocks of a row and for those of eight rows.
+__device__ int place(int row, int unit) {
+  return row * kWords + ((unit ^ (row & 7) ^ (unit >> 3)) << 2);
+}
 
 // A word of two columns of the tile: of the row and the pair of columns.
 __device__ uint32_t word_at(const uint32_t* tile, int row, int word) {
@@ -241,11 +246,14 @@ __device__ void sum_in_order(
   }
 }
 
-// As turn_in_order, by tensor cores where that is proved to be the same.
-__device__ void turn(uint32_t* tile, int part, int side, const float* signs) {
+// As turn_in_order, by tensor cores where that is proved to be the same. matrix: of each lane, by
+// rotation_words.
+__device__ void turn(
+    uint32_t* tile, int part, int side, const float* signs, const uint4* matrix) {
   const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
-  uint32_t b[4], turned[4][4];
-  rotation_words(b, signs);
+  uint32_t turned[4][4];
+  const uint4 kept = matrix[lane];
+  const uint32_t b[4] = {kept.x, kept.y, kept.z, kept.w};
   const int rows = place(16 * part + lane % 8 + lane / 16 * 8, 8 * side + lane / 8 % 2);
   int left = 4;  // columns pay to be summed one by one
 #pragma unroll
