@@ -30,7 +30,19 @@ TARGETS = ("sm_90", "sm_100", "sm_103")
 FIXED_SIGNS_MASK = 0xD7E8
 """Bit i is set where FIXED_SIGNS[i] is -1."""
 
+TILE = {"rows": 64, "stages": 2, "blocks": 4, "waves": 1}
+"""How the source goes through a matrix where TILES says nothing; its head says what these are."""
+TILES: dict[tuple[str, str, str], dict[str, int]] = {}
+"""By kind_of: what measured best, `python -m tools.bench_ops --op pair --tiles`. A kind that is not
+rounded stochastically is Triton's, whose bytes are the same, unless it is named here."""
+
 _log = logging.getLogger(__name__)
+
+
+def kind_of(row: OperandSpec, forms: tuple[str, str]) -> tuple[str, str, str]:
+    """What tells pairs apart in TILES: of the row operand rounding, scales ("pow2" or "e4m3"), and
+    form."""
+    return row.rounding, "pow2" if row.is_pow2 else "e4m3", forms[0]
 
 
 def find_nvcc() -> str | None:
@@ -84,14 +96,15 @@ def _target_reason(device: torch.device) -> str | None:
 def preferred(x: Tensor, row: OperandSpec, column: OperandSpec, **arguments: Any) -> str | None:
     """As pair_supports, for calls that name no implementation: where it measured faster, and
     where its bytes have been found to be Triton's."""
-    if not (row.is_random and column.is_random):
+    forms = arguments.get("forms", ("codes", "codes"))
+    if not (row.is_random and column.is_random) and kind_of(row, forms) not in TILES:
         return "Triton is faster where nothing is rounded stochastically (measured on an H200)"
     return pair_supports(x, row, column) or _difference(x, row, column, arguments)
 
 
 _compared: dict[object, str | None] = {}
-_SAMPLE = (192, 576)
-"""What is compared of x at most: a whole block of threads and more along both axes."""
+_SAMPLE = (1024, 8192)
+"""What is compared of x at most: more than the tiles that a GPU has in work at once."""
 
 
 def _difference(
@@ -115,7 +128,7 @@ def _difference(
             for sample in (corner, uneven):
                 built = quantize_pair(sample, row, column, **arguments)
                 triton = triton_backend.quantize_pair(sample, row, column, **arguments)
-                if not all(map(_same_bytes, built, triton)):
+                if not all(map(same_bytes, built, triton)):
                     reason = "the CUDA build gives other bytes than Triton on this machine"
         except (RuntimeError, OSError) as error:
             reason = f"the CUDA source could not be built: {str(error).strip().splitlines()[0]}"
@@ -125,21 +138,15 @@ def _difference(
     return _compared[build]
 
 
-def _same_bytes(
+def same_bytes(
     left: QuantizedTensor | DecodedTensor, right: QuantizedTensor | DecodedTensor
 ) -> bool:
+    """Whether two operands hold the same data, or codes and scales."""
     if isinstance(left, DecodedTensor) and isinstance(right, DecodedTensor):
         return torch.equal(left.data.view(torch.uint8), right.data.view(torch.uint8))
     assert isinstance(left, QuantizedTensor)
     assert isinstance(right, QuantizedTensor)
     return torch.equal(left.codes, right.codes) and torch.equal(left.scales, right.scales)
-
-
-TILE = {"rows": 64, "stages": 2, "blocks": 4, "waves": 1}
-"""How the source goes through a matrix where TILES names nothing better; see its macros."""
-TILES: dict[tuple[bool, str], dict[str, int]] = {}
-"""The tiles that measured best, by whether the row operand's scales are powers of two, and by the
-row operand's form."""
 
 
 def pair_macros(
@@ -149,8 +156,9 @@ def pair_macros(
     fixed_signs: bool,
     tile: dict[str, int] | None = None,
 ) -> list[str]:
-    """The compiler's definitions for a pair of operands; see the source."""
-    tile = tile or TILES.get((row.is_pow2, forms[0]), TILE)
+    """The compiler's definitions for a pair of operands, by the tile (or that of TILES); see the
+    source."""
+    tile = tile or TILES.get(kind_of(row, forms), TILE)
     found = [f"-DTILE_{name.upper()}={value}" for name, value in tile.items()]
     for side, spec, form in (("R", row, forms[0]), ("C", column, forms[1])):
         found += [
@@ -175,7 +183,7 @@ def nvcc_flags(target: str, macros: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _library(macros: tuple[str, ...], capability: tuple[int, int]) -> Any:
+def library(macros: tuple[str, ...], capability: tuple[int, int]) -> Any:
     """The launcher of one pair, built if it is not in the folder of extensions."""
     from torch.utils import cpp_extension
 
@@ -209,12 +217,13 @@ def quantize_pair(
     keys: tuple[Key | None, Key | None] = (None, None),
     origin: tuple[int, int] = (0, 0),
     forms: tuple[str, str] = ("codes", "codes"),
+    tile: dict[str, int] | None = None,
 ) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
-    """See fused_ops.quantize.api.quantize_pair."""
+    """See fused_ops.quantize.api.quantize_pair; tile: as TILE, and changes no byte."""
     rows, cols = x.shape
     first = Output.new(row, forms[0], rows, cols, amaxes[0], rows)
     second = Output.new(column, forms[1], cols, rows, amaxes[1], cols)
-    macros = pair_macros(row, column, forms, signs is None)
+    macros = pair_macros(row, column, forms, signs is None, tile)
     _launch(x, macros, sign_factors(signs, x.device), first, second, keys, origin)
     return first.result(), second.result()
 
@@ -238,7 +247,7 @@ def _launch(
         numbers += [0, 0] if key is None or on_device else [int(key[0]), int(key[1])]
     pointers = (ctypes.c_void_p * 14)(*addresses)
     values = (ctypes.c_int64 * 8)(*numbers)
-    run = _library(tuple(macros), torch.cuda.get_device_capability(x.device))
+    run = library(tuple(macros), torch.cuda.get_device_capability(x.device))
     with torch.cuda.device(x.device):
         status = run(ctypes.c_void_p(raw_stream(x.device)), pointers, values)
     if status != 0:

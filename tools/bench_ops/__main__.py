@@ -2,6 +2,7 @@
 """Time the fused ops on a GPU, each only after it has passed its check.
 
     python -m tools.bench_ops --op quantize|amax|pair|matmul [--rows 8192] [--cols 5120 20480]
+    python -m tools.bench_ops --op pair --tiles [--rows 8192] [--cols 5120 20480]
     python -m tools.bench_ops --op glue [--rows 8192]
     python -m tools.bench_ops --op rmsnorm|swiglu|squared_relu|cross_entropy|rope|embedding
     python -m tools.bench_ops --op attention
@@ -11,7 +12,8 @@
 glue is all of the last two lines.
 
 amax: of a matrix and its rotated columns in one read, with every tile that may be tried; pair: row
-and column operands in one read; quantize: all else, and both of these.
+and column operands in one read, with `--tiles` by every tile of the CUDA source that may be tried;
+quantize: all else, and both of these.
 
 Quantizers, and the ops around products: microseconds, TB/s of bytes that must move (inputs read
 once, outputs written once), and that over the bandwidth of a device copy in the same run.
@@ -51,6 +53,7 @@ from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import grouped, scaled_matmul
 from fused_ops.testing import assert_close
 from fused_ops.weight_codes import WeightCodes
+from tools.bench_ops.pair_tiles import bench_pair_tiles
 from tools.bench_ops.quantizers import (
     CHECK,
     bench_amax,
@@ -408,7 +411,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op", choices=CHOICES, required=True)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
-    parser.add_argument("--tiles", action="store_true", help="try every tile of grouped products")
+    parser.add_argument("--tiles", action="store_true", help="try every tile: grouped, pair")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
@@ -424,6 +427,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.op == "grouped":
         bench_grouped(options.rows, options.tiles)
     if options.op in (*AROUND, "glue", "grouped"):
+        return 0
+    if options.op == "pair" and options.tiles:
+        bench_pair_tiles(options.rows, options.cols)
         return 0
     for cols in options.cols:
         if options.op in QUANTIZERS:

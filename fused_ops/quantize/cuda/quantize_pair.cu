@@ -106,7 +106,7 @@ struct Shared {
   alignas(16) uint8_t scales[128 * kParts];  // of the tile's columns
 };
 
-// Starts to copy a tile, zeros where x has ended.
+// Starts to copy a tile, zeros where x has ended: of no bytes, the address is not looked at.
 __device__ void request(
     const Arguments& p, uint32_t* tile, uint32_t first_row, uint32_t first_col) {
   constexpr int kStep = kThreads / 16;
@@ -118,8 +118,7 @@ __device__ void request(
 #pragma unroll
   for (int i = 0; i < kRows / kStep; ++i) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(to + i * (kStep * kWords * 4)), "l"(left > 0 ? from : p.x),
-                    "r"(left > 0 ? 16 : 0)
+                 :: "r"(to + i * (kStep * kWords * 4)), "l"(from), "r"(left > 0 ? 16 : 0)
                  : "memory");
     from += pitch, left -= kStep;
   }
