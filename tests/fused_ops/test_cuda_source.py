@@ -64,6 +64,20 @@ def test_a_pair_is_described_by_its_macros():
     assert mask == cuda_backend.FIXED_SIGNS_MASK
 
 
+def test_a_kind_has_its_tile(monkeypatch):
+    kind, tile = ("nearest", "e4m3", "bf16"), cuda_backend.TILE | {"rows": 128, "blocks": 2}
+    forms, x = ("bf16", "codes"), torch.zeros(16, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(cuda_backend, "TILES", {kind: tile})
+    monkeypatch.setattr(cuda_backend, "pair_supports", lambda *args: "asked")
+    assert cuda_backend.kind_of(NEAREST[0], forms) == kind
+    assert "-DTILE_ROWS=128" in cuda_backend.pair_macros(*NEAREST, forms, True)
+    assert "-DTILE_ROWS=64" in cuda_backend.pair_macros(*FAST, forms, True)
+    assert "-DTILE_ROWS=32" in cuda_backend.pair_macros(*FAST, forms, True, tile | {"rows": 32})
+    assert cuda_backend.preferred(x, *NEAREST, forms=forms) == "asked"
+    assert "Triton is faster" in cuda_backend.preferred(x, *NEAREST)
+    assert cuda_backend.preferred(x, *FAST) == "asked"
+
+
 def _fixed_signs():
     from fused_ops.quantize.hadamard import FIXED_SIGNS
 
