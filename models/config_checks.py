@@ -42,19 +42,29 @@ def layout_problems(
             f"parallel.expert_model_parallel_size {parallel.expert_model_parallel_size} has no "
             "experts to cut: model.pattern has no layer E; set it to 1"
         )
+    if not pattern.has("E") and parallel.expert_tensor_parallel_size not in (None, tp):
+        problems.append(
+            f"parallel.expert_tensor_parallel_size {parallel.expert_tensor_parallel_size} has no "
+            "experts to cut: model.pattern has no layer E; remove it"
+        )
     if pattern.has("M"):
         problems += _mamba(values, tp, parallel.context_parallel_size)
     return problems
 
 
-def _sizes(parallel: ParallelConfig) -> list[str]:
-    problems = [
+def size_problems(parallel: ParallelConfig) -> list[str]:
+    """Sizes below one, with which nothing else can be worked out."""
+    return [
         f"parallel.{f.name} must be at least 1, got {value}"
         for f in dataclasses.fields(parallel)
         if f.name.endswith("_size")
         and (value := getattr(parallel, f.name)) is not None
         and value < 1
     ]
+
+
+def _sizes(parallel: ParallelConfig) -> list[str]:
+    problems = size_problems(parallel)
     virtual, pipeline = parallel.virtual, parallel.pipeline_model_parallel_size
     if virtual > 1 and pipeline == 1:
         problems.append(

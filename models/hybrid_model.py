@@ -36,11 +36,6 @@ class HybridModel(hybrid_model.HybridModel):
         packed = kwargs.pop("packed_seq_params", None)
         cu_seqlens = packed.cu_seqlens_q if packed is not None else cu_seqlens
         if cu_seqlens is not None:
-            if self.mtp_process:
-                raise ValueError(
-                    "multi-token prediction does not keep to document boundaries; set "
-                    "data.isolate_documents to false or remove '/' from model.pattern"
-                )
             ids = args[0] if args else kwargs["input_ids"]
             length = ids.shape[1] * self.pg_collection.cp.size()
             kwargs["packed_seq_params"] = document_boundaries(

@@ -63,14 +63,19 @@ def stage_problems(pattern: Pattern, pipeline: int, virtual: int) -> list[str]:
     """What keeps the pattern from being laid over pipeline x virtual stages."""
     stages, wanted, layers = len(pattern.stages), pipeline * virtual, len(pattern.layers)
     if stages == 1:
+        if layers < wanted:
+            return [
+                f"model.pattern has {layers} layers, too few for {wanted} pipeline stages "
+                f"(pipeline_model_parallel_size {pipeline} x "
+                f"virtual_pipeline_model_parallel_size {virtual}), which need one each; use at "
+                f"most {layers} stages, or {wanted} layers"
+            ]
         if layers % wanted:
             low, high = layers - layers % wanted, layers + -layers % wanted
-            example = cut_evenly(pattern.layers, wanted)
             return [
                 f"model.pattern has {layers} layers, which {wanted} pipeline stages do not divide;"
-                f" place {wanted - 1} '|' in it where the stages shall be cut"
-                + (f", such as {example}" if example else "")
-                + f"; {' or '.join(str(n) for n in (low, high) if n)} layers could be cut equally"
+                f" place {wanted - 1} '|' in it where the stages shall be cut, such as "
+                f"{cut_evenly(pattern.layers, wanted)}; {low} or {high} layers could be cut equally"
             ]
         return []
     if stages != wanted:
@@ -84,9 +89,7 @@ def stage_problems(pattern: Pattern, pipeline: int, virtual: int) -> list[str]:
 
 def cut_evenly(layers: str, stages: int) -> str:
     """The layers with a `|` between stages whose lengths differ by one at most; earlier ones are
-    longer. Empty if there are fewer layers than stages."""
-    if len(layers) < stages:
-        return ""
+    longer. There are as many layers as stages, or more."""
     size, longer = divmod(len(layers), stages)
     cuts, start = [], 0
     for stage in range(stages):

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from fused_ops.errors import ConfigError
 from models import te_linear
 from models.config import ModelConfig, ParallelConfig, model_problems, transformer_config
-from models.config_checks import above_and_below
+from models.config_checks import above_and_below, size_problems
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_config import PrecisionConfig
 from models.precision_rules import RecipeBook
@@ -201,12 +201,6 @@ def section_problems(config: PretrainConfig) -> list[str]:
             "optimizer.name=muon does not run with train.dtype=fp16 (megatron-core refuses it); "
             "set train.dtype=bf16, or optimizer.name=adamw"
         )
-    if config.data.isolate_documents and "/" in config.model.pattern:
-        found.append(
-            "data.isolate_documents does not go with multi-token prediction, which looks across "
-            f"documents; got model.pattern={config.model.pattern!r}; remove its '/', or set "
-            "data.isolate_documents=false"
-        )
     try:
         _ = train.batch_sizes
     except ConfigError as error:
@@ -291,6 +285,8 @@ def start_problems(config: PretrainConfig, world: int) -> list[str]:
 
 def layout_start_problems(config: PretrainConfig, world: int) -> list[str]:
     """Of these, what `world` processes on any machines lack."""
+    if problems := size_problems(config.parallel):
+        return problems
     return [*_batch_problems(config, world), *_expert_problems(config, world)]
 
 

@@ -70,7 +70,8 @@ class DataConfig:
     twice or never."""
 
     isolate_documents: bool = False
-    """Attention and Mamba state do not cross a document boundary (batches carry cu_seqlens)."""
+    """Attention, Mamba state, its convolution and multi-token prediction do not cross a document
+    boundary (batches carry cu_seqlens)."""
 
     reset_position_ids: bool = False
     """Positions count from 0 again at each document start."""

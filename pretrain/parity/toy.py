@@ -69,11 +69,6 @@ class Case:
             return self.dtype
         return self.recipe if self.dtype == "bf16" else f"{self.recipe}:{self.dtype}"
 
-    @property
-    def isolates_documents(self) -> bool:
-        """Whether the samples' documents are kept apart: where the model can."""
-        return "/" not in self.pattern
-
 
 def read_case(pattern: str, text: str, steps: int) -> Case:
     """`fp32`, `bf16`, `RECIPE` or `RECIPE:fp32` (BF16 activations, or FP32 ones)."""
@@ -172,7 +167,7 @@ def micro_batch(case: Case, step: int, index: int, order: tuple[int, ...]) -> di
         "labels": tokens[:, 1:].contiguous(),
         "loss_mask": torch.stack(masks),
         "position_ids": torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1).contiguous(),
-        "cu_seqlens": bounds if case.isolates_documents else None,
+        "cu_seqlens": bounds,
         "index": index,
     }
 

@@ -246,6 +246,7 @@ def test_stages():
         ("-", {}, {"sequence_parallel": True}, "tensor_model_parallel_size of 2 or more"),
         ("-", {}, {"virtual_pipeline_model_parallel_size": 2}, "needs a pipeline"),
         ("-", {}, {"tensor_model_parallel_size": 0}, "at least 1, got 0"),
+        ("-", {}, {"expert_tensor_parallel_size": 2}, "_size 2 has no experts to cut"),
         ("-", {"seq_length": 33}, {"context_parallel_size": 2}, "use 32 or 36"),
         ("-", {}, {"overlap_param_gather": True}, "overlap_grad_reduce"),
         ("E", {"num_moe_experts": 3}, {"expert_model_parallel_size": 2}, "next one is 4"),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from models import prediction
 from models.attention import zigzag_order, zigzag_positions
 from tests.fused_ops.test_mamba2_scan import recurrence
 from tests.models import toy
@@ -188,13 +189,63 @@ def test_documents_do_not_see_each_other_by_one_bit(pattern):
         assert torch.equal(toy.loss_of(chunk, packed_seq_params=packed), before)
 
 
-def test_bounds_that_do_not_fit_and_prediction_are_refused():
+def test_bounds_that_do_not_fit_are_refused():
     (chunk,), _ = toy.make("*-")
     with pytest.raises(ValueError, match="cu_seqlens must go from 0"):
         toy.loss_of(chunk, cu_seqlens=torch.tensor([0, 5]))
-    (chunk,), _ = toy.make("*-/*-")
-    with pytest.raises(ValueError, match="multi-token prediction"):
-        toy.loss_of(chunk, cu_seqlens=torch.tensor([0, 2 * toy.SEQ]))
+
+
+@pytest.mark.parametrize(("pattern", "depths"), [("*-/*-/*-", 2), ("M-/M", 1), ("*E/*E", 1)])
+def test_predictions_stay_within_their_document(pattern, depths, monkeypatch):
+    """Losses of predictions: those of each document alone, and none beyond its end."""
+    (chunk,), _ = toy.make(pattern)
+    tokens, labels = toy.batch(0)
+    cut, found = 13, []
+
+    class Recorder:
+        @staticmethod
+        def apply(states, loss):
+            found.append(loss.detach())
+            return states
+
+    monkeypatch.setattr(prediction, "MTPLossAutoScaler", Recorder)
+
+    def losses(start, end, bounds, mask=None):
+        """[b, s] of each depth, without the factor that makes them a mean."""
+        found.clear()
+        piece = slice(start, end)
+        mask = torch.ones_like(tokens[:, piece], dtype=torch.float32) if mask is None else mask
+        with torch.no_grad():
+            chunk(
+                tokens[:, piece].contiguous(),
+                toy.positions()[:, : end - start].contiguous(),
+                None,
+                labels=labels[:, piece].contiguous(),
+                loss_mask=mask,
+                cu_seqlens=bounds,
+            )
+        return [loss * loss.ne(0).sum() for loss in found]
+
+    whole = losses(0, toy.SEQ, torch.tensor([0, cut, toy.SEQ, toy.SEQ + cut, 2 * toy.SEQ]))
+    assert len(whole) == depths
+    first, second = losses(0, cut, None), losses(cut, toy.SEQ, None)
+    for depth, loss in enumerate(whole, 1):
+        silent = loss.eq(0).all(0).nonzero().flatten().tolist()
+        ends = [end - i for end in (cut, toy.SEQ) for i in range(depth, 0, -1)]
+        assert silent == ends, "a token looks ahead as far as its document goes"
+        alone = torch.cat([first[depth - 1], second[depth - 1]], 1)
+        torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-5)
+    # What a document's tokens are changes no loss of another by one bit.
+    for changed in (slice(0, cut), slice(cut, toy.SEQ)):
+        before = tokens.clone()
+        tokens[:, changed] = (tokens[:, changed] + 7) % toy.VOCAB
+        after = losses(0, toy.SEQ, torch.tensor([0, cut, toy.SEQ, toy.SEQ + cut, 2 * toy.SEQ]))
+        tokens.copy_(before)
+        for one, other in zip(whole, after):
+            differs = (one != other).any(0)
+            assert differs[changed].any()
+            differs[changed] = False
+            assert not differs.any()
 
 
 def test_tied_embeddings_share_one_weight_and_its_gradient():

@@ -12,7 +12,7 @@ from megatron.core.models.hybrid import hybrid_model
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.ssm import mamba_mixer
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.moe import experts, moe_layer
 
 from models.experts import GroupedLinear
@@ -172,6 +172,11 @@ def test_predictions_are_weighted_by_one_function():
     theirs = inspect.signature(hybrid_model.process_mtp_loss).parameters
     ours = set(inspect.signature(prediction_loss).parameters) - {"unused"}
     seam(ours <= set(theirs), where, f"process_mtp_loss lost {ours - set(theirs)}")
+    rolls = inspect.getsource(multi_token_prediction.roll_tensor)
+    called = "_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)"
+    seam(called in rolls, where, f"roll_tensor does not call {called}")
+    layer = inspect.getsource(multi_token_prediction.MultiTokenPredictionLayer._get_embeddings)
+    seam(layer.count("packed_seq_params=packed_seq_params") == 3, where, "documents are not passed")
 
 
 def test_model_forward_passes_the_packed_object_through():

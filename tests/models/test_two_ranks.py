@@ -4,12 +4,14 @@
 One start of two processes does everything; each test looks at its own part of what they say.
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fused_ops.recipe import get_recipe
+from models import prediction
 from models.config import ParallelConfig
 from models.parallel_linear import GemmModule
 from tests.distributed import run_distributed
@@ -61,8 +63,26 @@ def _whole(pattern, fields):
     return toy.make(pattern.replace("|", ""), **fields)
 
 
+@contextmanager
+def predictions():
+    """Gathers the losses of multi-token prediction, which nothing returns, for each depth."""
+    found, before = [], prediction.MTPLossAutoScaler
+
+    class Recorder:
+        @staticmethod
+        def apply(states, loss):
+            found.append(loss)
+            return states
+
+    prediction.MTPLossAutoScaler = Recorder
+    try:
+        yield found
+    finally:
+        prediction.MTPLossAutoScaler = before
+
+
 def isolation(pattern, recipe, dtype, parallel=None):
-    """Which positions of this rank change when the first document does, bool [positions]."""
+    """Which positions of this rank change when the first document does, in order."""
     (chunk,), _ = toy.make(pattern, parallel=parallel, dtype=dtype)
     chunk.to(dtype)
     give(chunk, recipe)
@@ -74,10 +94,11 @@ def isolation(pattern, recipe, dtype, parallel=None):
     def losses(ids):
         parts = [own(t) for t in (ids, toy.positions(), labels)]
         mask = torch.ones_like(parts[0], dtype=torch.float32)
-        with torch.no_grad():
-            return chunk(
+        with torch.no_grad(), predictions() as ahead:
+            main = chunk(
                 parts[0], parts[1], None, labels=parts[2], loss_mask=mask, cu_seqlens=bounds
             )
+            return ahead[0] if ahead else main
 
     def own(tensor):
         if parallel is None:
@@ -155,6 +176,9 @@ def _both(weights, folder):
         said["isolation"][recipe, str(dtype)] = isolation(
             "M*", recipe, dtype, ParallelConfig(**CP2)
         )
+    said["isolation"]["prediction"] = isolation(
+        "M*/*", "bf16", torch.float32, ParallelConfig(**CP2)
+    )
     said["isolation"]["latent"] = isolation("+", "bf16", torch.float32, ParallelConfig(**CP2))
     said["masked"] = masked_rank()
     chunks, config = toy.make("E", parallel=ParallelConfig(**TP2), **CAPACITY)
@@ -216,6 +240,12 @@ def test_documents_under_context_parallelism(said, case):
     first, second = (rank["isolation"][case] for rank in said[0])
     assert first, "the first document is on rank 0, and must change"
     assert max(first + second) < CUT
+
+
+def test_predictions_under_context_parallelism(said):
+    """The last token of a document has nothing ahead of it; nothing behind the cut changes."""
+    first, second = (rank["isolation"]["prediction"] for rank in said[0])
+    assert sorted(first + second) == list(range(CUT - 1))
 
 
 def test_a_capacity_that_ranks_fill_differently(said):

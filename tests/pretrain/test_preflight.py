@@ -147,12 +147,13 @@ def test_every_problem_at_once_with_its_remedy(run_file):
             2,
             "padded vocabulary (257) must be a multiple of the 2 processes",
         ),
-        (
-            {"data": {"isolate_documents": True}, "model": {"pattern": "*-*-/*-"}},
-            2,
-            "isolate_documents does not go with multi-token prediction",
-        ),
         ({"model": {"pattern": "*-||*-"}}, 2, "a pipeline stage without layers"),
+        ({"parallel": {"tensor_model_parallel_size": 0}}, None, "must be at least 1, got 0"),
+        (
+            {"model": {"pattern": "M-*-"}, "parallel": {"pipeline_model_parallel_size": 8}},
+            16,
+            "use at most 4 stages, or 8 layers",
+        ),
         ({"train": {"micro_batch_size": 16, "global_batch_size": 64}}, 8, "a rank needs"),
     ],
 )
