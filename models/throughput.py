@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a step takes, from rates of single operations, each measured or said to be assumed.
 
-Matrix products at the rate of their formats, quantization by the bytes that it reads and writes,
-attention and the rest as shares. Communication is counted by its bytes at an assumed bandwidth.
+Matrix products at the rate of their formats, attention and Mamba's scan at theirs, quantization and
+elementwise work by the bytes that they read and write. Communication is counted by its bytes at an
+assumed bandwidth. `tests/models/test_throughput.py` holds it to the steps that were measured.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fused_ops.operands import shares_codes
 from fused_ops.recipe import GemmRecipe, is_quantized
 from models.flops import ModelShape, fixed_parts, peak_tflops
+from models.memory import is_expert
+from models.pattern import parse_pattern
 from models.precision_config import GEMMS
 
 BENCHMARK = "BENCHMARKS.md, one H200, 2026-11-30"
@@ -27,7 +31,7 @@ class Figure:
     def text(self, unit: str) -> str:
         """For a report."""
         kind = "measured" if self.measured else "ASSUMED"
-        return f"{self.value:,.0f} {unit} ({kind}: {self.source})"
+        return f"{self.value:,.4g} {unit} ({kind}: {self.source})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,17 @@ class Device:
     memory: float
     products: Mapping[str, Figure]
     """By kind of product: high, fp4_exact, fp8 (also FP4 operands that E4M3 holds)."""
+    experts: Mapping[str, Figure]
+    """Rates of products of all experts in one launch: rows (fprop and dgrad) in BF16 and in FP8,
+    weights (wgrad) in either."""
+    attention: Figure
+    """TFLOP/s of the products around softmax, forward and backward."""
+    scan: Figure
+    """TFLOP/s of the recurrence that `models.flops` counts for Mamba layers."""
     quantize: Figure
-    """Bytes read and written a second by quantizers."""
+    """Bytes read and written a second by quantizers, their amaxes and rotations included."""
+    elementwise: Figure
+    """Bytes read and written a second by norms, activations and optimizer."""
     node: Figure = Figure(300.0, "between the GPUs of a node", measured=False)
     network: Figure = Figure(40.0, "a GPU's share of the network", measured=False)
 
@@ -55,7 +68,15 @@ def _blackwell(name: str, memory: float) -> Device:
             "fp8": Figure(0.70 * 2 * peak, text, measured=False),
             "fp4_exact": Figure(0.55 * 4 * peak, text, measured=False),
         },
-        quantize=Figure(4000.0, "half of the memory's bandwidth", measured=False),
+        experts={
+            "rows": Figure(0.55 * peak, text, measured=False),
+            "rows_fp8": Figure(0.50 * 2 * peak, text, measured=False),
+            "weights": Figure(0.35 * peak, text, measured=False),
+        },
+        attention=Figure(0.40 * peak, text, measured=False),
+        scan=Figure(50.0, "an H200's by bandwidth", measured=False),
+        quantize=Figure(2200.0, "an H200's by bandwidth", measured=False),
+        elementwise=Figure(6500.0, "an H200's by bandwidth", measured=False),
     )
 
 
@@ -65,17 +86,31 @@ DEVICES = {
         memory=139.8,
         products={
             "high": Figure(690.0, f"BF16 8192 x 20480 x 5120 and transposed; {BENCHMARK}"),
-            "fp8": Figure(1190.0, f"pow2 or decode fp8, 1.73 of BF16; {BENCHMARK}"),
-            "fp4_exact": Figure(675.0, f"nvfp4 exact, 0.98 of BF16; {BENCHMARK}"),
+            "fp8": Figure(1250.0, f"pow2 or decode fp8, in a step of the dense model; {BENCHMARK}"),
+            "fp4_exact": Figure(740.0, f"nvfp4 with its decoding, the same step; {BENCHMARK}"),
         },
-        quantize=Figure(2100.0, f"half of a copy, the middle of the kinds; {BENCHMARK}"),
+        experts={
+            "rows": Figure(545.0, f"64 experts, 49152 rows, BF16; {BENCHMARK}"),
+            "rows_fp8": Figure(810.0, f"the same, FP8; {BENCHMARK}"),
+            "weights": Figure(355.0, f"the same, wgrad into FP32; {BENCHMARK}"),
+        },
+        attention=Figure(400.0, f"33 ms of the dense step; {BENCHMARK}"),
+        scan=Figure(30.0, f"what the hybrid's BF16 step has beside its other parts; {BENCHMARK}"),
+        quantize=Figure(1300.0, f"X, dY and weights with amaxes, dense step; {BENCHMARK}"),
+        elementwise=Figure(4000.0, f"SwiGLU and norms of the dense step; {BENCHMARK}"),
     ),
     "b200": _blackwell("B200", 180.0),
     "gb300": _blackwell("GB300", 279.0),
 }
-ATTENTION_SHARE = Figure(50.0, "rate of attention, percent of a BF16 product's", measured=False)
-LAUNCH = Figure(125.0, "microseconds of launches a linear layer, 25 of 5 us", measured=False)
-REST_SHARE = Figure(25.0, "norms, activations, scan, optimizer: percent on top", measured=False)
+LAUNCH = {
+    False: Figure(2.0, f"host of a linear layer in high precision, 1.7 to 2.6; {BENCHMARK}"),
+    True: Figure(3.8, f"host of a quantized one, 3.3 to 5.2; {BENCHMARK}"),
+}
+"""Milliseconds of a host that launches a micro-batch, forward and backward, for each linear layer
+with what surrounds it. A step that is one CUDA graph has none."""
+# FP32 gradient zeroed, read for its norm and for the update; masters and two moments read and
+# written; the weight written: bytes a parameter.
+_OPTIMIZER_BYTES = 12 + 24 + 2
 
 
 def product_kind(recipe: GemmRecipe, gemm: str, decode: str) -> str:
@@ -117,31 +152,82 @@ def token_time(
         device: one of DEVICES.
         decode: of the run, for NVFP4 operands.
     """
-    parts = {"products": 0.0, "quantization": 0.0, "attention": 0.0, "rest": 0.0}
+    parts = {"products": 0.0, "quantization": 0.0, "attention": 0.0, "scan": 0.0}
     unknown: dict[str, None] = {}
-    high = device.products["high"].value * 1e12
-    plain = 0.0
     for module in shape.modules():
         recipe = recipes[module.name]
-        plain += 3 * module.flops / high
         for gemm in GEMMS:
             kind = product_kind(recipe, gemm, decode)
             if kind == "reference":
                 unknown[recipe.name], kind = None, "high"
-            parts["products"] += module.flops / (device.products[kind].value * 1e12)
-            # Each token's operand is read in BF16 and written in codes; weights' are kept.
+            rate = _expert_rate(device, gemm, kind) if is_expert(module) else device.products[kind]
+            parts["products"] += module.flops / (rate.value * 1e12)
+            # Each token's operand is read in BF16 and written in codes.
             width = module.k if gemm == "fprop" else module.n
             width = module.k + module.n if gemm == "wgrad" else width
             if any(map(is_quantized, recipe.specs(gemm))):
-                moved = width * module.calls * 2.56
+                moved = width * module.calls * _QUANTIZED_BYTES
                 parts["quantization"] += moved / (device.quantize.value * 1e9)
+    rates = {"attention": device.attention, "scan": device.scan}
     for part in fixed_parts(shape):
-        slow = part.name.endswith("core_attention")
-        rate = high * (ATTENTION_SHARE.value / 100 if slow else 1.0)
-        parts["attention" if slow else "products"] += 3 * part.flops / rate
-        plain += 3 * part.flops / high
-    parts["rest"] = plain * REST_SHARE.value / 100
+        name = {"core_attention": "attention", "scan": "scan"}.get(part.name.split(".")[-1])
+        rate = rates[name] if name else device.products["high"]
+        parts[name or "products"] += 3 * part.flops / (rate.value * 1e12)
+    parts["elementwise"] = elementwise_bytes(shape) / (device.elementwise.value * 1e9)
     return TokenTime(parts=parts, unknown=tuple(unknown))
+
+
+_QUANTIZED_BYTES = 2.56  # a BF16 value read, a code and its share of a scale written
+
+
+def _expert_rate(device: Device, gemm: str, kind: str) -> Figure:
+    if gemm == "wgrad":
+        return device.experts["weights"]
+    return device.experts["rows_fp8" if kind == "fp8" else "rows"]
+
+
+def elementwise_bytes(shape: ModelShape) -> float:
+    """Bytes that norms, activations, rotations and copies of tokens move for a token, in BF16.
+
+    A norm reads and writes the residual stream forward, and reads input and gradient and writes
+    backward, with the residual's gradient: six widths. A gated activation reads two and writes one,
+    then reads three and writes two: eight (five without a gate). Queries, keys and values are split
+    and rotated: four. A token's copies for its experts are written and summed, twice. Logits are
+    read, and read and written again.
+    """
+    config, parsed = shape.config, parse_pattern(shape.pattern)
+    symbols = parsed.layers + parsed.mtp * parsed.mtp_depths
+    hidden, gate = config.hidden_size, 8 if config.gated_linear_unit else 5
+    width = 6.0 * hidden * (len(symbols) + 1) + 3 * shape.vocab_size * (1 + parsed.mtp_depths)
+    if heads := symbols.count("*"):
+        mixed = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
+        width += 4 * mixed * heads
+    if latent := symbols.count("+"):
+        each = config.qk_head_dim + config.qk_pos_emb_head_dim
+        width += 8 * config.num_attention_heads * each * latent
+    width += gate * config.ffn_hidden_size * symbols.count("-")
+    if experts := symbols.count("E"):
+        each = gate * config.moe_ffn_hidden_size + 8 * (config.moe_latent_size or hidden)
+        shared = gate * (config.moe_shared_expert_intermediate_size or 0)
+        width += (config.moe_router_topk * each + shared) * experts
+    return 2 * width
+
+
+def weight_seconds(
+    shape: ModelShape, recipes: Mapping[str, GemmRecipe], device: Device
+) -> tuple[float, float]:
+    """(quantizing all weights, updating them): seconds of one GPU that held the model, a step."""
+    elements = updated = 0.0
+    for module in shape.modules():
+        recipe, size = recipes[module.name], module.k * module.n * module.copies
+        updated += module.parameters
+        elements += size * is_quantized(recipe.fprop_w)
+        if not shares_codes(recipe.fprop_w, recipe.dgrad_w):
+            elements += size * is_quantized(recipe.dgrad_w)
+    quantized = elements * _QUANTIZED_BYTES / (device.quantize.value * 1e9)
+    table = shape.vocab_size * shape.config.hidden_size
+    updated += table if shape.tie_embeddings else 2 * table
+    return quantized, updated * _OPTIMIZER_BYTES / (device.elementwise.value * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,24 +247,36 @@ class StepTime:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def step_time(shape: ModelShape, each: TokenTime, device: Device, sizes: Any) -> StepTime:
+def step_time(
+    shape: ModelShape,
+    recipes: Mapping[str, GemmRecipe],
+    each: TokenTime,
+    device: Device,
+    sizes: Any,
+) -> StepTime:
     """Of one optimizer step.
 
     Args:
+        shape, recipes: as in `token_time`.
         each: of a token.
         device: of every rank.
         sizes: with tokens (of a step), world, parallel, micro_batches (of a data-parallel rank),
-            gradient_bytes and weight_bytes (of a rank), and gathered (the share of BF16's bytes
-            that sequence-parallel gathers move).
+            gradient_bytes and weight_bytes (of a rank), gathered (the share of BF16's bytes
+            that sequence-parallel gathers move), and graph (whether the step is one CUDA graph).
     """
     parallel, world = sizes.parallel, sizes.world
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     work = {name: seconds * sizes.tokens / world for name, seconds in each.parts.items()}
     busy = sum(work.values())
-    launches = len(shape.modules()) / pp * sizes.micro_batches * LAUNCH.value * 1e-6
+    hosts = [LAUNCH[is_quantized(recipes[m.name].fprop_x)].value for m in shape.modules()]
+    launches = 0.0 if sizes.graph else sum(hosts) / pp * sizes.micro_batches * 1e-3
     waiting = max(0.0, launches - busy)
     bubble = (pp - 1) / (max(sizes.micro_batches, 1) * parallel.virtual)
     parts = {**work, "launches": waiting, "pipeline bubble": (busy + waiting) * bubble}
+    quantized, updated = weight_seconds(shape, recipes, device)
+    parts["quantization"] += quantized / (tp * pp)
+    parallel_weights = world if parallel.use_distributed_optimizer else tp * pp
+    parts["optimizer"] = updated / parallel_weights
     if tp > 1:
         layers = len(shape.modules()) / 2  # a gather or a reduction beside each linear layer
         # Two gathers, which may move codes, and two reductions.

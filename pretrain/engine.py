@@ -70,6 +70,7 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
     _check_scan(config, engine_config, world)
     # DistributedDataParallel decides by this how it scales gradients: set before it is built.
     engine_config.calculate_per_token_loss = True
+    vocab_size = config.model.vocab_size or vocab_size
     chunks: list[Any] = build_model(config.model, engine_config, world.groups, vocab_size)
     chunks = [chunk.to(world.device) for chunk in chunks]
     precision_state = PrecisionState(seed=config.run.seed, device=world.device)

@@ -104,6 +104,8 @@ class StepSizes:
     weight_bytes: float
     gathered: float = 1.0
     """Share of BF16's bytes that sequence-parallel gathers move."""
+    graph: bool = False
+    """Whether forward and backward of a step are one CUDA graph."""
 
 
 def preflight(
@@ -258,8 +260,9 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
         gradient_bytes=worst.parts["gradients"],
         weight_bytes=worst.parts["weights"],
         gathered=moved.share if how == "packed" else 1.0,
+        graph=train.cuda_graph_impl != "none",
     )
-    result.step = step_time(shape, result.token, device, sizes)
+    result.step = step_time(shape, recipes, result.token, device, sizes)
     largest = max(memory.total for memory in result.memory)
     if largest > device.memory * GIB:
         result.problems.append(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from models.memory import stage_symbols
 from models.precision_table import run_format
-from models.throughput import ATTENTION_SHARE, LAUNCH, REST_SHARE
+from models.throughput import LAUNCH
 from pretrain.preflight import CONTEXT_BYTES, GIB, Preflight, micro_batches
 
 _DAY = 86400.0
@@ -114,7 +114,8 @@ def _time(found: Preflight) -> Iterable[str]:
     seconds = found.total_tokens / rate
     yield (
         f"time     {step.total:.3f} s a step, {rate:,.0f} tokens/s, {used:.0f} TFLOP/s a GPU; an "
-        "estimate from rates of single operations, not a measured run"
+        "estimate from rates of single operations: micro-batches of one GPU were within 6 % of it, "
+        "the one whole run measured, of 12B on two, took 1.4 times as long"
     )
     shares = sorted(step.parts.items(), key=lambda item: -item[1])
     yield "         " + ", ".join(f"{name} {part / step.total:.0%}" for name, part in shares)
@@ -126,10 +127,18 @@ def _time(found: Preflight) -> Iterable[str]:
     yield "rates    " + device.products["high"].text("TFLOP/s, BF16 products")
     for kind, name in (("fp8", "FP8 and pow2 products"), ("fp4_exact", "NVFP4 products")):
         yield f"         {device.products[kind].text(f'TFLOP/s, {name}')}"
+    if "E" in found.shape.pattern:
+        names = {"rows": "experts", "rows_fp8": "experts in FP8", "weights": "their gradients"}
+        for kind, name in names.items():
+            yield f"         {device.experts[kind].text(f'TFLOP/s, {name}')}"
+    if step.parts.get("attention"):
+        yield f"         {device.attention.text('TFLOP/s, attention')}"
+    if step.parts.get("scan"):
+        yield f"         {device.scan.text('TFLOP/s, scan')}"
     yield f"         {device.quantize.text('GB/s, quantizers')}"
-    yield f"         {ATTENTION_SHARE.text('%')}; {REST_SHARE.text('%')}"
+    yield f"         {device.elementwise.text('GB/s, elementwise and optimizer')}"
     if "launches" in step.parts:
-        yield f"         {LAUNCH.text('us')}"
+        yield from (f"         {figure.text('ms')}" for figure in LAUNCH.values())
     if found.world > 1:
         yield f"         {device.node.text('GB/s')}; {device.network.text('GB/s')}"
     if found.token.unknown:

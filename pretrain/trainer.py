@@ -278,7 +278,7 @@ class Trainer:
                 extra={
                     "train_state": asdict(state),
                     "precision": engine.plan.state_dict(),
-                    "vocab_size": self.dataset.vocab_size,
+                    "vocab_size": self.config.model.vocab_size or self.dataset.vocab_size,
                     "data": self.dataset.state_dict(state.consumed_samples),
                 },
                 resolved_config=mask_secrets(encode(self.config)),

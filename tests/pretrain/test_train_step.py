@@ -71,6 +71,19 @@ def test_micro_batches_do_not_change_loss_and_gradient(folder, pattern):
     assert whole[2].loss < whole[0].loss
 
 
+def test_a_vocabulary_larger_than_the_data_s_is_what_is_built(folder):
+    """The table and the head have the rows that the run file asks for, padded; not the data's."""
+    asked = {"vocab_size": 300, "make_vocab_size_divisible_by": 16}
+    run = _Run(folder, "*-", model=asked)
+    rows = {name.removeprefix("module."): len(w) for name, w in run.weights().items()}
+    assert run.data.vocab_size == 128
+    assert rows["embedding.word_embeddings.weight"] == rows["output_layer.weight"] == 304
+    (result,) = run.steps(1)
+    # Before it has learned anything, every one of the 304 entries is as likely as another.
+    assert result.loss == pytest.approx(math.log(304), abs=0.3)
+    assert result.loss > math.log(128) + 0.3
+
+
 def test_the_gradient_is_the_slope_of_the_loss(folder):
     """Along its own direction the loss rises by the gradient's norm, by central difference.
 
