@@ -127,7 +127,7 @@ def _time(found: Preflight) -> Iterable[str]:
     yield "rates    " + device.products["high"].text("TFLOP/s, BF16 products")
     for kind, name in (("fp8", "FP8 and pow2 products"), ("fp4_exact", "NVFP4 products")):
         yield f"         {device.products[kind].text(f'TFLOP/s, {name}')}"
-    if "E" in found.shape.pattern:
+    if found.shape is not None and "E" in found.shape.pattern:
         names = {"rows": "experts", "rows_fp8": "experts in FP8", "weights": "their gradients"}
         for kind, name in names.items():
             yield f"         {device.experts[kind].text(f'TFLOP/s, {name}')}"

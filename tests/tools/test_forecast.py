@@ -11,8 +11,8 @@ from tools.bench_train import LENGTH, recipe_settings, run_config
 
 H200 = DEVICES["h200"]
 TP2 = "+parallel.tensor_model_parallel_size=2+parallel.sequence_parallel=true"
-# Forward and backward of one micro-batch, weights quantized within it, ms: the device's time (as
-# one CUDA graph, or the sum of its kernels) where it was measured, since launches are counted apart.
+# Forward and backward of one micro-batch, weights quantized within it, ms: the device's time (one
+# CUDA graph, or the sum of its kernels) where it was measured, since launches are counted apart.
 STEPS = {
     ("dense", "bf16"): 180.6,
     ("dense", "nvfp4"): 189.6,
