@@ -116,9 +116,9 @@ class _Linear(torch.autograd.Function):
         else:
             qx = quantize_operand(own, "fprop.x", source, form=form)
         ctx.part = part if both else None
-        if part:
-            qx = _gather(part, "fprop.x", qx)()
-        qw = weight_operand(call, "fprop.w", weight)
+        gathered = _gather(part, "fprop.x", qx) if part else None
+        qw = weight_operand(call, "fprop.w", weight)  # while X moves
+        qx = gathered() if gathered else qx
         observe(call, "fprop.x", flat, qx)
         observe(call, "fprop.w", weight, qw)
         if kept is not None:
@@ -150,9 +150,9 @@ class _Linear(torch.autograd.Function):
         dy = dy if part else call.comm.gather_output_grad(dy)
         dy = dy.reshape(-1, dy.shape[-1])
         gathered_input = None
-        if ctx.save_input and ctx.part:  # while dgrad computes
-            gathered_input = _gather(ctx.part, "wgrad.x", unpack(tensors, ctx.rest))
         operands = dict(zip(names, _gradients(call, dy, names, weight.shape[1], part)))
+        if ctx.save_input and ctx.part:  # while dgrad computes, and after dY's amaxes
+            gathered_input = _gather(ctx.part, "wgrad.x", unpack(tensors, ctx.rest))
         if ctx.needs_input_grad[0]:
             product = _dgrad(call, dy, operands["dgrad.dy"](), weight)
             dx, handle = call.comm.reduce_input_grad(product.view(ctx.shape))

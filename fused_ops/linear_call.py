@@ -4,7 +4,7 @@
 Operand names are "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,6 +70,10 @@ class Comm(Protocol):
         """
         ...
 
+    def reduce_amaxes(self, names: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
+        """`reduce_amax` of several operands at once."""
+        ...
+
     def origin(self, name: str) -> Origin:
         """Global (row, column) of element [0, 0] of the local tensor behind the operand `name`.
 
@@ -120,6 +124,10 @@ class LocalComm:
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """amax itself."""
         return amax
+
+    def reduce_amaxes(self, names: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
+        """Each as `reduce_amax` gives it."""
+        return [self.reduce_amax(name, amax) for name, amax in zip(names, amaxes)]
 
     def origin(self, name: str) -> Origin:
         """The whole tensor is here."""

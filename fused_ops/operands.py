@@ -96,6 +96,12 @@ def _reduced_amax(call: LinearCall, name: str, source: Source, columns: bool) ->
     return call.comm.reduce_amax(name, amax_of(call, name, source, columns=columns))
 
 
+def _reduced_amaxes(call: LinearCall, names: tuple[str, str], source: Source) -> list[Tensor]:
+    """Those of a matrix by rows and by columns, in one exchange where the same ranks share them."""
+    own = [amax_of(call, name, source, columns=bool(i)) for i, name in enumerate(names)]
+    return call.comm.reduce_amaxes(names, own)
+
+
 def quantize_operand(
     call: LinearCall,
     name: str,
@@ -164,21 +170,23 @@ def quantize_both(
         or call.implementation is not None
         or pair_reason(x, row, column) is not None
     ):
+        amaxes: list[Tensor | None] = [None, None]
+        shared = quantized and has_shared_amax(row) and has_shared_amax(column)
+        if shared and x.numel() and call.row_block is None:
+            amaxes = [*_reduced_amaxes(call, names, source)]
         return (
-            quantize_operand(call, names[0], source, form=forms[0]),
-            quantize_operand(call, names[1], source, columns=True, form=forms[1]),
+            quantize_operand(call, names[0], source, form=forms[0], amax=amaxes[0]),
+            quantize_operand(call, names[1], source, columns=True, form=forms[1], amax=amaxes[1]),
         )
     sign = signs(column, call.key, names[1].split(".")[0], x.device)
     source.prepare_pair(column, sign)
     check_finite(call, names[0], source)
+    first, second = _reduced_amaxes(call, names, source)
     return quantize_pair(
         x,
         row,
         column,
-        amaxes=(
-            _reduced_amax(call, names[0], source, False),
-            _reduced_amax(call, names[1], source, True),
-        ),
+        amaxes=(first, second),
         signs=sign,
         keys=(
             call.key.operand(names[0]) if row.is_random else None,

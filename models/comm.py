@@ -20,6 +20,7 @@ itself. The tokens of one expert that lie on different ranks have no order that 
 their amax is shared, and their rows are only kept apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from fused_ops.linear import Runs
 from fused_ops.linear_call import Origin, Run
 from fused_ops.recipe import GemmRecipe
-from models.gather import TokenPart, packing_reason
+from models.gather import TokenPart, maxima, packing_reason
 
 Kind = Literal["column", "row", "duplicated"]
 AMAX_SCOPES = ("layout_invariant", "shard")
@@ -137,15 +138,22 @@ class TensorParallelComm:
 
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """Maximum over the ranks that hold parts of the operand `name`."""
+        return self.reduce_amaxes((name,), (amax,))[0]
+
+    def reduce_amaxes(self, names: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
+        """`reduce_amax` of several operands; in one collective if the same ranks hold parts."""
+        return maxima([self.amax_groups(name) for name in names], amaxes)
+
+    def amax_groups(self, name: str) -> list[dist.ProcessGroup]:
+        """The groups over which the amax of the operand `name` is taken."""
         if self.amax_scope == "shard" or not self._is_cut:
-            return amax
-        for axis, group in self._cuts(name.split(".")[1]):
-            by_row = self.recipe.spec(*name.split(".")).row_scaled
-            if by_row and axis != _CONTRACTED[name]:
-                continue  # the ranks hold different rows
-            amax = amax.clone()  # the caller's may serve another operand
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        return amax
+            return []
+        by_row = self.recipe.spec(*name.split(".")).row_scaled
+        return [
+            group
+            for axis, group in self._cuts(name.split(".")[1])
+            if not by_row or axis == _CONTRACTED[name]  # else the ranks hold different rows
+        ]
 
     def origin(self, name: str) -> Origin:
         """Global (row, column) of the first element of x, w or dy here, or the runs it is made of.

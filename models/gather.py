@@ -14,7 +14,7 @@ Column blocks and rotations run along the tokens: where a part is no multiple of
 is not quantized, tokens are gathered in BF16 (`packing_reason`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,19 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_ops.codecs import roundup
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.linear import Runs
 from fused_ops.linear_call import LocalComm, Origin, Run
-from fused_ops.operands import join
 from fused_ops.recipe import is_quantized
 
 if TYPE_CHECKING:
     from models.comm import TensorParallelComm
 
 _DITHER = 16
-# Tensors begin at multiples of so many bytes of a message, so that they can be viewed in place.
-ALIGNED = 16
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def runs_along_tokens(name: str) -> bool:
@@ -64,11 +61,18 @@ class TokenPart(LocalComm):
 
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """Of the gathered operand: also in `amax_scope: shard`, where that is what one shard is."""
+        return self.reduce_amaxes((name,), (amax,))[0]
+
+    def reduce_amaxes(self, names: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
+        """`reduce_amax` of several operands; in one collective if the same ranks hold parts."""
+        return maxima([self._amax_groups(name) for name in names], amaxes)
+
+    def _amax_groups(self, name: str) -> list[dist.ProcessGroup]:
         whole = self.whole
-        if runs_along_tokens(name) or not whole.recipe.spec(*name.split(".")).row_scaled:
-            amax = amax.clone()  # the caller's may serve another operand
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=whole.tp_group)
-        return whole.reduce_amax(name, amax)
+        assert whole.tp_group is not None, "parts need a group"
+        by_row = whole.recipe.spec(*name.split(".")).row_scaled
+        own = [whole.tp_group] if runs_along_tokens(name) or not by_row else []
+        return own + whole.amax_groups(name)
 
     def origin(self, name: str) -> Origin:
         """Where this rank's rows of the gathered operand lie."""
@@ -87,31 +91,50 @@ class TokenPart(LocalComm):
     def gather(self, name: str, operand: QuantizedTensor) -> Callable[[], QuantizedTensor]:
         """The operand of all ranks' tokens: the exchange is begun, and the result waits for it.
 
-        How many blocks were out of range stays with the ranks: it is None in the result.
+        Codes and scales move together, each to where it is read: rows as they come, columns side by
+        side. How many blocks were out of range stays with the ranks: it is None in the result.
         """
         group, axis = self.whole.tp_group, int(runs_along_tokens(name))
         assert group is not None, "gathering needs a group"
-        fields = _moving(operand, axis)
-        parts = [getattr(operand, field).contiguous() for field in fields]
-        flat = [_bytes(part) for part in parts]
-        message = torch.cat(flat) if len(flat) > 1 else flat[0]
-        found = message.new_empty(group.size() * message.numel())
-        work = dist.all_gather_into_tensor(found, message, group=group, async_op=True)
+        parts = {field: getattr(operand, field).contiguous() for field in _moving(operand, axis)}
+        found = {field: part.new_empty(group.size(), *part.shape) for field, part in parts.items()}
+        with dist._coalescing_manager(group, async_ops=True) as exchange:
+            for field, part in parts.items():
+                dist.all_gather_into_tensor(_bytes(found[field]), _bytes(part), group=group)
+        rows, cols = operand.shape
+        shape = (rows, cols * group.size()) if axis else (rows * group.size(), cols)
 
         def finish() -> QuantizedTensor:
-            assert work is not None, "an asynchronous collective"
-            work.wait()
-            pieces = []
-            for own in found.view(group.size(), -1):
-                views, at = {}, 0
-                for field, part, size in zip(fields, parts, [f.numel() for f in flat]):
-                    length = part.numel() * part.element_size()
-                    views[field] = own[at : at + length].view(part.dtype).view(part.shape)
-                    at += size
-                pieces.append(replace(operand, out_of_range=None, **views))
-            return join(pieces, axis)
+            exchange.wait()
+            join = _beside if axis else _below
+            whole = {field: join(pieces) for field, pieces in found.items()}
+            return replace(operand, out_of_range=None, shape=shape, **whole)
 
         return finish
+
+
+def maxima(groups: Sequence[Sequence[dist.ProcessGroup]], amaxes: Sequence[Tensor]) -> list[Tensor]:
+    """Each amax, left as it is, as the maximum over the ranks of its groups, one after the other.
+
+    Single values that have the same groups go together.
+    """
+    first = list(groups[0])
+    if len(amaxes) > 1 and all(list(g) == first and a.dim() == 0 for g, a in zip(groups, amaxes)):
+        if not first:
+            return list(amaxes)
+        # Each begins at a multiple of 16 bytes, as tensors do for which kernels were compiled.
+        together = torch.stack([amax for amax in amaxes for _ in range(4)])
+        for group in first:
+            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
+        return list(together[::4].unbind())
+    found = []
+    for own, amax in zip(groups, amaxes):
+        if own:
+            amax = amax.clone()  # the caller's may serve another operand
+        for group in own:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        found.append(amax)
+    return found
 
 
 def _moving(operand: QuantizedTensor, axis: int) -> tuple[str, ...]:
@@ -123,9 +146,20 @@ def _moving(operand: QuantizedTensor, axis: int) -> tuple[str, ...]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.view(-1).view(torch.uint8)
-    missing = roundup(flat.numel(), ALIGNED) - flat.numel()
-    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _below(pieces: Tensor) -> Tensor:
+    """[ranks, rows, ...] -> [ranks * rows, ...], in place."""
+    return pieces.flatten(0, 1)
+
+
+def _beside(pieces: Tensor) -> Tensor:
+    """[ranks, rows, cols] -> [rows, ranks * cols], copied in the widest words that fit."""
+    size = pieces.shape[2] * pieces.element_size()
+    word = next(w for w in _WORDS if size % w.itemsize == 0)
+    whole = _bytes(pieces).view(word).view(*pieces.shape[:2], -1).transpose(0, 1)
+    return whole.contiguous().view(pieces.shape[1], -1).view(pieces.dtype)
 
 
 def _within(runs: Iterable[Run], first: int, last: int) -> tuple[Run, ...]:

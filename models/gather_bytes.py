@@ -17,7 +17,7 @@ from fused_ops.formats import OperandSpec
 from fused_ops.linear import input_operands
 from fused_ops.recipe import GemmRecipe
 from models.dispatch import dispatch_reason
-from models.gather import ALIGNED, packing_reason, runs_along_tokens
+from models.gather import packing_reason, runs_along_tokens
 from models.gemms import GemmShape
 from models.memory import DUPLICATED, ROW_PARALLEL, is_expert
 from models.precision_table import run_format
@@ -187,4 +187,4 @@ def message_bytes(name: str, spec: OperandSpec, tokens: int, features: int) -> i
         sizes.append(blocks * (4 if spec.scale == "fp32" or spec.format == "fp8_blockwise" else 1))
     if spec.row_scaled and not along:
         sizes.append(4 * rows)
-    return sum(roundup(size, ALIGNED) for size in sizes)
+    return sum(sizes)

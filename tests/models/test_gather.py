@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence-parallel gathers in codes give what gathers in BF16 give, bit for bit."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from tests.distributed import run_distributed
 from tests.models import toy
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+KINDS = ("column", "row")
 PATTERN = "M-*E"
 ROWS = GemmRecipe(
     name="row scales",
@@ -145,9 +147,32 @@ def train(recipe, communicate, dtype, pattern=PATTERN, **more):
     return loss, gradients, received[0], plan_gathers(plan, 2)
 
 
+def exchanges(kind, packed):
+    """Names of the collectives of one layer, in order; gathers of codes and scales are one."""
+    seen = []
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "_coalescing_manager")
+
+    def noting(name, call):
+        @functools.wraps(call)
+        def noted(*args, **options):
+            if name == "_coalescing_manager":
+                seen.append("gather of codes")
+            elif not dist.distributed_c10d._world.pg_coalesce_state:
+                seen.append(name)
+            return call(*args, **options)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, noting(name, getattr(dist, name)))
+        layer(get_recipe("nvfp4"), kind, packed)
+    return seen
+
+
 def two_ranks():
     dist.init_process_group("gloo")
-    said = {}
+    said = {(kind, packed): exchanges(kind, packed) for kind in KINDS for packed in (False, True)}
     for recipe in LAYERS:
         for kind in ("column", "row"):
             said[recipe.name, kind] = both(recipe.name, kind)
@@ -187,6 +212,17 @@ def test_what_moves_is_what_is_announced(said, recipe, kind):
     assert (told.high, told.packed) == (sum(before), sum(after))
 
 
+def test_exchanges_of_a_layer(said):
+    """The amaxes of two operands of one matrix go together, and so do codes and scales."""
+    amax, codes, weights = "all_reduce", "gather of codes", ["all_reduce"]
+    for rank in said:
+        dx = "reduce_scatter_tensor"
+        assert rank["column", False] == ["all_gather_into_tensor", *weights, amax, *weights, dx]
+        assert rank["column", True] == [amax, codes, *weights, amax, codes, *weights, dx]
+        assert rank["row", False] == [amax, *weights, dx, "all_gather_into_tensor", *weights]
+        assert rank["row", True] == [amax, *weights, dx, amax, codes, codes, *weights]
+
+
 def test_bytes_of_codes():
     """A value takes 4 bits and a sixteenth of an E4M3 scale, twice: 0.5625 of BF16's bytes."""
     shapes = [
@@ -220,8 +256,8 @@ def test_gathers_that_stay(said):
         _, before, after = said[0]["parts of 248 tokens", kind]
         assert before == after
     assert said[0][LATE.name, "column"][1:] == ([PART * IN * 2], [PART * IN * 2])
-    codes = PART * IN // 2 + PART * IN // 16
-    assert said[0][HIGH_WGRAD.name, "column"][2] == [codes, PART * IN * 2]
+    moved = [PART * IN // 2, PART * IN // 16, PART * IN * 2]
+    assert said[0][HIGH_WGRAD.name, "column"][2] == moved
 
 
 @pytest.mark.parametrize("name", TOYS)
