@@ -16,7 +16,7 @@ is not quantized, tokens are gathered in BF16 (`packing_reason`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ class TokenPart(LocalComm):
         def finish() -> QuantizedTensor:
             exchange.wait()
             join = _beside if axis else _below
-            whole = {field: join(pieces) for field, pieces in found.items()}
+            whole: dict[str, Any] = {field: join(pieces) for field, pieces in found.items()}
             return replace(operand, out_of_range=None, shape=shape, **whole)
 
         return finish

@@ -109,16 +109,21 @@ def run_steps(folder, graph, steps, pattern="*-", **sections):
     return [(r.loss, r.grad_norm, r.tokens) for r in results], weights, engine
 
 
-def compare(folder, recipe, communicate, dtype, pattern="*-"):
-    """(whether graphs and launches gave the same bits, how many graphs, losses): two ranks."""
-    sections = {
-        "train": TWO | {"dtype": dtype},
-        "parallel": TP2,
-        "precision": {"recipe": recipe, "communicate": communicate},
-    }
-    plain = run_steps(folder, False, STEPS, pattern, **sections)
+def compare(folder, recipe, communicate, dtype, pattern="*-", launched=None):
+    """(whether graphs and launches gave the same bits, how many graphs, losses): two ranks.
+
+    launched: `communicate` of the launches; as the graphs' if None.
+    """
+
+    def run(graph, how):
+        return run_steps(
+            folder, graph, STEPS, pattern, train=TWO | {"dtype": dtype}, parallel=TP2,
+            precision={"recipe": recipe, "communicate": how},
+        )  # fmt: skip
+
+    plain = run(False, launched or communicate)
     with noted_graphs() as made:
-        recorded = run_steps(folder, True, STEPS, pattern, **sections)
+        recorded = run(True, communicate)
     same = plain[0] == recorded[0]
     same &= all(torch.equal(plain[1][n], recorded[1][n]) for n in plain[1])
     return same, len(made), [loss for loss, _, _ in plain[0]]
