@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run ran on: environment.json, one log line per absent package, the cuDNN check."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -60,7 +61,7 @@ def describe_environment(extra: Mapping[str, Any] | None = None) -> dict[str, An
         "host": socket.gethostname(),
         "host_count": _host_count(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "code": git_state(Path(__file__).resolve().parent.parent),
+        "code": code_state(Path(__file__).resolve().parent.parent),
         "command": mask_text(shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])),
     }
     return {**found, **mask_secrets(dict(extra or {}))}
@@ -140,6 +141,22 @@ def unseen_gpus(device: str) -> str | None:
         f"its CPU; see that nvidia-smi works there and that torch {torch.__version__} fits the "
         "driver, or set CUDA_VISIBLE_DEVICES= to mean it"
     )
+
+
+def code_state(root: Path) -> dict[str, Any]:
+    """`git_state`, and `sources`, a digest of the code itself: copies without history have one."""
+    return {**(git_state(root) or {}), "sources": sources_digest(root)}
+
+
+def sources_digest(root: Path) -> str:
+    """SHA-256 over paths and bytes of what computes: Python, CUDA and C++ files of the packages."""
+    found = hashlib.sha256()
+    for package in ("fused_ops", "models", "pretrain"):
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".cpp", ".h"):
+                data = path.read_bytes()
+                found.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
+    return found.hexdigest()
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

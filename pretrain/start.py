@@ -26,13 +26,12 @@ import torch.distributed as dist
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.compare import flatten
-from pretrain.environment import NEEDED, package_version
+from pretrain.environment import NEEDED, package_version, sources_digest
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 20.0
 """After this a rank says what it waits for, or that it reaches nobody."""
-_ROOMS = ("fused_ops", "models", "pretrain")
 _kept: list[Any] = []  # a store's server lives as long as its object
 
 
@@ -189,10 +188,7 @@ def disagreements(records: Sequence[Record]) -> list[str]:
 
 def code_digest() -> str:
     """Digest of the sources that train: equal on two hosts where they are the same."""
-    root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
-    for path in sorted(p for room in _ROOMS for p in (root / room).rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    return sources_digest(Path(__file__).resolve().parent.parent)[:12]
 
 
 def _differences(records: Sequence[Record], what: str, word: str, remedy: str) -> list[str]:

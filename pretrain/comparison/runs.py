@@ -53,6 +53,7 @@ class RunData:
     four_bit_share: float | None
     card: str
     commit: str
+    """Of the code; that it was changed, and what its digest is, where it was not that commit's."""
 
     @property
     def finished(self) -> bool:
@@ -132,8 +133,17 @@ def read_run(folder: Path) -> RunData:
         memory_gib=max(memory) if memory else None,
         four_bit_share=four_bit_share(table) if isinstance(table, Mapping) else None,
         card=_card(gpus, environment),
-        commit=str(code.get("commit", ""))[:12] if isinstance(code, Mapping) else "",
+        commit=_commit(code) if isinstance(code, Mapping) else "",
     )
+
+
+def _commit(code: Mapping[str, Any]) -> str:
+    """The commit where the code was exactly that, and otherwise the digest of the code."""
+    commit = str(code.get("commit", ""))[:12]
+    if commit and not code.get("dirty"):
+        return commit
+    sources = f"sources {str(code.get('sources', ''))[:12]}" if code.get("sources") else ""
+    return ", ".join(part for part in (commit and f"{commit} changed", sources) if part)
 
 
 def _card(gpus: Any, environment: Any) -> str:

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.comparison.reference import write_reference
+from pretrain.comparison.reference import Reference, read_references, write_reference
 from pretrain.study.figures import draw
 from pretrain.study.plan import Study, is_finished
 from pretrain.study.results import RESULTS_FILE, ModelResults, read_results, write_results
@@ -30,12 +30,21 @@ def report(study: Study, folder: Path, text: Path) -> list[str]:
     elif not path.exists():
         raise ConfigError(f"no run of the study has finished, and there is no {path}; run it first")
     base_row, models = read_results(path)
-    filled = fill(text.read_text(), base_row, models)
+    filled = fill(text.read_text(), base_row, models, _published(folder / "reference"))
     for model in models:
         said += _references(model, base_row, folder / "reference")
     said += [str(made) for made in draw(models, base_row, folder / "figures")]
     text.write_text(filled)
     return [*said, str(text)]
+
+
+def _published(folder: Path) -> list[Reference]:
+    """What others have measured: the references that no report writes."""
+    return (
+        [one for one in read_references(folder) if one.name.startswith("published-")]
+        if any(folder.rglob("*.json"))
+        else []
+    )
 
 
 def _references(model: ModelResults, base_row: str, folder: Path) -> list[str]:

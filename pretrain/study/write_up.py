@@ -3,7 +3,8 @@
 
     <!-- study:NAME -->  ...what is replaced...  <!-- /study:NAME -->
 
-NAME is `goals`, `runs`, `evidence:MODEL` or `gaps:MODEL`. Text outside the markers stays.
+NAME is `goals`, `runs`, `evidence:MODEL`, `gaps:MODEL` or `split:MODEL`. Text outside the markers
+stays.
 """
 
 import re
@@ -12,10 +13,12 @@ from collections.abc import Callable, Sequence
 from fused_ops.errors import ConfigError
 from pretrain.comparison.gaps import Interval, diverged_at, final_gaps, interval
 from pretrain.comparison.ratio import gap_ratio
+from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row
 from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import spoken
 from pretrain.study.results import ModelResults, StudyRow
+from pretrain.study.split import HEAD, split
 
 REFERENCE_ROW = "nvfp4"
 """V1, which gaps are divided by."""
@@ -31,14 +34,29 @@ _EVIDENCE = (
 )
 
 
-def fill(text: str, base_row: str, models: Sequence[ModelResults]) -> str:
+def fill(
+    text: str,
+    base_row: str,
+    models: Sequence[ModelResults],
+    references: Sequence[Reference] = (),
+) -> str:
     """`text` with every marked part written anew; parts of models without runs say so.
+
+    Args:
+        text: with marks.
+        base_row: name of the row that gaps are against.
+        models: what was measured.
+        references: published gaps, told beside those of `split`.
 
     Raises:
         ConfigError: a mark of another name.
     """
     by_name = {model.name: model for model in models}
-    makers: dict[str, Callable[[ModelResults, str], str]] = {"gaps": gaps, "evidence": why}
+    makers: dict[str, Callable[[ModelResults, str], str]] = {
+        "gaps": gaps,
+        "evidence": why,
+        "split": lambda model, base_row: parts(model, base_row, references),
+    }
     problems = []
 
     def part(match: re.Match[str]) -> str:
@@ -53,7 +71,8 @@ def fill(text: str, base_row: str, models: Sequence[ModelResults]) -> str:
             body = "No run has finished yet." if found is None else makers[kind](found, base_row)
         else:
             problems.append(
-                f"a mark must be goals, runs, gaps:MODEL or evidence:MODEL; got study:{name}"
+                "a mark must be goals, runs, gaps:MODEL, evidence:MODEL or split:MODEL; got "
+                f"study:{name}"
             )
             return match[0]
         return f"<!-- study:{name} -->\n{body}\n<!-- /study:{name} -->"
@@ -119,6 +138,13 @@ def gaps(model: ModelResults, base_row: str) -> str:
         f"Spread of a run in its row and seed, all rows together: {said}."
     )
     return f"{_markdown(head, lines)}\n\n{note}"
+
+
+def parts(model: ModelResults, base_row: str, references: Sequence[Reference]) -> str:
+    """Gaps of forward and backward alone, beside the published ones."""
+    base = model.find(base_row)
+    lines = [] if base is None else split(model, base, references)
+    return _markdown(HEAD, lines) if lines else "No part has run alone yet."
 
 
 def _shares(one: StudyRow) -> str:

@@ -9,6 +9,7 @@ import yaml
 
 from fused_ops.errors import ConfigError
 from models.precision_config import PrecisionConfig
+from pretrain.checkpoint.compare import flatten
 from pretrain.comparison.compare import base_row, load_rows
 from pretrain.comparison.gaps import (
     Interval,
@@ -22,7 +23,14 @@ from pretrain.comparison.gaps import (
 )
 from pretrain.comparison.picture import write_html, write_png
 from pretrain.comparison.ratio import fieller
-from pretrain.comparison.reference import Reference, judge, read_references, write_reference
+from pretrain.comparison.reference import (
+    Reference,
+    judge,
+    precision_key,
+    read_references,
+    write_reference,
+)
+from pretrain.comparison.runs import read_run
 from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import between_rows, cells, ratios, summarize, table
 from pretrain.config_file import encode
@@ -166,6 +174,24 @@ def test_the_spread_of_all_rows(tmp_path):
     assert spread(rows[:1]) is None
 
 
+def test_the_code_of_a_run_is_told(tmp_path):
+    """A commit alone only where the code was that commit's; a copy has its sources' digest."""
+    run = write_run(tmp_path, "v1", 1, 0.0, "nvfp4")
+    digest = "0123456789abcdef"
+    for code, said in (
+        ({"commit": "abc123", "dirty": False, "sources": digest}, "abc123"),
+        ({"commit": "abc123", "dirty": True}, "abc123 changed"),
+        (
+            {"commit": "abc123", "dirty": True, "sources": digest},
+            "abc123 changed, sources 0123456789ab",
+        ),
+        ({"sources": digest}, "sources 0123456789ab"),
+        (None, ""),
+    ):
+        (run / "environment.json").write_text(json.dumps({"code": code}))
+        assert read_run(run).commit == said
+
+
 def test_one_seed_has_no_interval(tmp_path):
     write_run(tmp_path, "a", 1, 0.0, "bf16")
     write_run(tmp_path, "b", 1, 0.5, "nvfp4")
@@ -237,6 +263,11 @@ def test_the_published_grid_ships():
     found = {ref.name: ref for ref in read_references(REFERENCE)}
     assert found["published-30m/nvfp4"].precision == {"recipe": "nvfp4"}
     assert found["published-100m/nvfp4_v2_4over6"].gaps["own"][0] > 1.0
+    rules = [{"gemms": ["dgrad", "wgrad"], "recipe": "bf16"}]
+    own = encode(PrecisionConfig(recipe="nvfp4", rules=rules))
+    key = precision_key(flatten(own, "precision."))
+    forward = [ref for ref in read_references(REFERENCE) if ref.precision == key]
+    assert {ref.tokens_per_parameter: ref.gaps["own"] for ref in forward}[25] == [1.43]
 
 
 def test_pictures(rows, tmp_path):

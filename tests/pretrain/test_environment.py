@@ -12,10 +12,12 @@ import torch
 from pretrain import environment
 from pretrain.environment import (
     OPTIONAL,
+    code_state,
     cudnn_shadow,
     describe_environment,
     git_state,
     report_absences,
+    sources_digest,
     unseen_gpus,
     write_environment,
 )
@@ -79,6 +81,21 @@ def test_git_state_tells_changed_code(tmp_path):
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path)["dirty"] is True
+
+
+def test_the_digest_of_sources_tells_any_change(tmp_path):
+    """A copy without history is known by its bytes, wherever it lies; data beside it is none."""
+    for place in ("a", "b"):
+        (tmp_path / place / "models" / "deep").mkdir(parents=True)
+        (tmp_path / place / "models" / "deep" / "x.py").write_text("x = 1\n")
+    first, second = (sources_digest(tmp_path / place) for place in ("a", "b"))
+    assert first == second == code_state(tmp_path / "a")["sources"]
+    (tmp_path / "b" / "models" / "notes.txt").write_text("1")
+    assert sources_digest(tmp_path / "b") == first
+    (tmp_path / "b" / "models" / "deep" / "x.py").rename(tmp_path / "b" / "models" / "x.py")
+    moved = sources_digest(tmp_path / "b")
+    (tmp_path / "a" / "models" / "deep" / "x.py").write_text("x = 2\n")
+    assert len({first, moved, sources_digest(tmp_path / "a")}) == 3
 
 
 def test_cudnn_of_the_system_before_that_of_the_environment(tmp_path, monkeypatch):

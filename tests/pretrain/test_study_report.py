@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from fused_ops.errors import ConfigError
+from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row, group_runs, read_run
 from pretrain.config import make_config
 from pretrain.history import encode_row
@@ -229,6 +230,46 @@ def test_rows_with_one_forward_must_begin_alike(study, tmp_path):
     said = fill("<!-- study:runs --><!-- /study:runs -->", "bf16", [model])
     assert "`b` and `a`, 2 seeds: equal to the bit; " in said
     assert "`c` and `a`, 1 seed: up to 0.0001 apart." in said
+
+
+def test_the_gap_is_split_beside_the_published_parts(study):
+    """V1's gap of 1.0, of which the forward alone has 0.7 in two seeds; published 1.6 and 1.43."""
+    folder, runs = study
+    by_row = {run.row: run for run in load_study(folder, runs).runs if run.seed == 1}
+    found = {
+        row: group_runs([read_run(runs / f"dense-30m-{row}-s{seed}") for seed in (1, 2)])[0]
+        for row in by_row
+    }
+    model = ModelResults("dense-30m", 96, 1, 1, 1.0)
+    model.rows = [
+        StudyRow(Row(name, found[like].runs), {}, 1.0, {})
+        for name, like in (
+            ("bf16", "bf16"),
+            ("nvfp4", "nvfp4"),
+            ("nvfp4_forward_only", "nvfp4_fast_fp8"),
+            ("nvfp4_backward_only", "nvfp4_tail_late_bf16"),
+        )
+    ]
+    references = [
+        Reference(f"published-{name}", {}, 25.0, "x", {"own": [gap]})
+        for name, gap in (
+            ("30m/nvfp4", 1.6),
+            ("30m/nvfp4_forward_only", 1.43),
+            ("100m/nvfp4_forward_only", 2.27),
+        )
+    ]
+    mark = "<!-- study:split:dense-30m --><!-- /study:split:dense-30m -->"
+    said = fill(mark, "bf16", [model], references).splitlines()
+    own, published = ([c.strip() for c in line.split("|")[1:-1]] for line in said[3:5])
+    assert own[:2] == ["`nvfp4`", "here"]
+    assert own[2].startswith("+1.05 +- ")
+    assert own[2].endswith("(2 seeds)")
+    assert [cell[:5] for cell in own[3:6]] == ["+0.74", "+0.41", "+1.15"]
+    assert own[6].startswith("0.70 [0.")
+    assert published[1:7] == ["published, 25 tokens a parameter", "+1.60", "+1.43", "", "", "0.89"]
+    assert len(said) == 6
+    del model.rows[2:]
+    assert "No part has run alone yet." in fill(mark, "bf16", [model], references)
 
 
 def test_what_cannot_be_reported_is_said(study, tmp_path, capsys):
