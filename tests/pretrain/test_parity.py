@@ -2,7 +2,9 @@
 """The parity matrix: layouts by name, what its figures say, and a part of it run."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from fused_ops import grouped_linear, linear
 from fused_ops.errors import ConfigError
 from models.config import ParallelConfig
+from models.pattern import SYMBOLS
 from pretrain.parity import matrix
 from pretrain.parity.layouts import (
     DEFAULT_LAYOUTS,
@@ -179,8 +182,30 @@ def test_a_part_of_the_matrix():
             assert getattr(row.difference, name) <= FP32_BOUNDS[name], (row.layout.name, name)
 
 
+MATRIX = ("M-*-", "M-*E", "*E*E", "+-+E", "*-*E/*E", "M-M|*M-E")
+
+
+def test_the_readme_names_what_the_matrix_trains():
+    """Every layout of its table, and every pattern, is one of `test_the_matrix`, and none less."""
+    text = (Path(__file__).resolve().parent.parent.parent / "README.md").read_text()
+    section = text[text.index("## Parallelism") : text.index("All lie within their bounds")]
+    table = section[section.index("| layouts |") :]
+    assert set(re.findall(r"`(\w+)`", table)) == set(DEFAULT_LAYOUTS)
+    sentence = re.search(r"`make test-slow` runs the matrix with (.*)\.\n", text)
+    assert sentence is not None
+    assert set(re.findall(r"`([^`]+)`", sentence[1])) == set(MATRIX)
+    trained = {
+        name
+        for pattern in MATRIX
+        for name in DEFAULT_LAYOUTS
+        if not refusal(read_case(pattern, "fp32", 1), parse_layout(name), 0)
+    }
+    assert trained == set(DEFAULT_LAYOUTS)
+    assert set("".join(MATRIX)) == {*SYMBOLS, "|", "/"}, "every kind of layer"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["M-*-", "M-*E", "*E*E", "+-+E", "*-*E/*E", "M-M|*M-E"])
+@pytest.mark.parametrize("pattern", MATRIX)
 def test_the_matrix(pattern):
     layouts = [
         name
