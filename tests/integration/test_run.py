@@ -140,6 +140,31 @@ def test_two_ranks_train_what_one_does(folder, tmp_path):
         assert b["loss"][0] == pytest.approx(a["loss"][0], rel=1e-6)
 
 
+def test_what_looks_on_changes_nothing(folder, tmp_path):
+    """Monitor, evaluation in two precisions, TensorBoard, progress, report, checkpoints:
+    losses, gradient norms and rates of a hybrid with experts are the same bits."""
+    watched = {
+        "train": {"eval_interval": 1, "eval_batches": 1, "eval_also_bf16": True},
+        "monitor": {"interval": 1},
+        "log": {"progress": "lines", "interval": 1, "report": True, "tensorboard": True},
+        "checkpoint": {"interval": 2},
+    }
+    rows = []
+    for name, more in (("plain", {}), ("watched", watched)):
+        sections = {"train": {"dtype": "bf16", "steps": 3}, "precision": {"recipe": "nvfp4"}}
+        for section, changes in more.items():
+            sections[section] = sections.get(section, {}) | changes
+        config = toy_config(folder, "M*E", run={"dir": str(tmp_path), "name": name}, **sections)
+        assert main([str(_write(tmp_path / f"{name}.yaml", config))]) == 0
+        rows.append([r for r in _rows(tmp_path / name) if "grad_norm" in r])
+    seen = [[(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in run] for run in rows]
+    assert len(seen[0]) == 3
+    assert seen[0] == seen[1]
+    assert (tmp_path / "watched" / "numerics.jsonl").exists()
+    assert sum("val_loss" in row for row in _rows(tmp_path / "watched")) == 3
+    assert not (tmp_path / "plain" / "numerics.jsonl").exists()
+
+
 def test_a_run_that_keeps_nothing(folder, tmp_path):
     """Without a checkpoint at the end there is none, and the run is done all the same."""
     sections = {"run": {"dir": str(tmp_path)}, "train": {"steps": 2, "global_batch_size": 4}}

@@ -169,18 +169,17 @@ def test_a_rank_0_that_is_not_there(monkeypatch):
     assert "NetworkPolicy" in text
 
 
-@pytest.mark.slow
-def test_ranks_with_different_configs_all_say_so(tmp_path):
-    """Each with status 2, naming rank, host and setting. (How soon: BENCHMARKS, Starting.)"""
-    make_toy(tmp_path)
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(toy_config(tmp_path)))
+def start_two(folder, settings, words=((), ())):
+    """What two processes say that start one run file, each with its own words; statuses 2."""
+    make_toy(folder)
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(toy_config(folder, **settings)))
     port, ranks = str(free_port()), []
     for rank in range(2):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-m", "pretrain", str(config), f"optimizer.lr=0.00{rank + 1}"],
+                [sys.executable, "-m", "pretrain", str(config), *words[rank]],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **env},
                 stderr=subprocess.PIPE,
@@ -189,7 +188,30 @@ def test_ranks_with_different_configs_all_say_so(tmp_path):
         )
     said = [process.communicate(timeout=900)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2], said
+    assert not any("Traceback" in text for text in said)
+    return said
+
+
+def test_a_layout_that_cannot_work_is_said_once_with_all_reasons(tmp_path):
+    """On rank 0's log alone: nothing was built, and nobody waits for anybody."""
+    broken = {
+        "model": {"pattern": "*-" * 15, "seq_length": 33},
+        "parallel": {"pipeline_model_parallel_size": 4, "context_parallel_size": 2},
+    }
+    first, second = start_two(tmp_path, broken)
+    for reason in (
+        "model.pattern has 30 layers, which 4 pipeline stages do not divide",
+        "model.seq_length 33 must be a multiple of 4",
+        "context_parallel_size = 1 * 4 * 2 = 8; got 2; start 8",
+    ):
+        assert first.count(reason) == 1, first
+    assert second == ""
+
+
+@pytest.mark.slow
+def test_ranks_with_different_configs_all_say_so(tmp_path):
+    """Each with status 2, naming rank, host and setting. (How soon: BENCHMARKS, Starting.)"""
+    said = start_two(tmp_path, {}, [["optimizer.lr=0.001"], ["optimizer.lr=0.002"]])
     assert "the setting optimizer.lr must be the same on all ranks" in said[0]
     for text in said:
         assert socket.gethostname() in text
-        assert "Traceback" not in text
