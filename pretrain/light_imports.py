@@ -16,14 +16,15 @@ from pretrain import cpu_compat
 
 
 def import_megatron() -> None:
-    """Imports `megatron.core`: without wandb, and on a CPU with functions that are not compiled.
+    """Imports `megatron.core`: without wandb and TensorBoard, and on a CPU not compiled.
 
-    `megatron.core.timers` would import wandb to write its timers there, which no run asks for; a
-    run that logs to wandb imports it itself. `jit_fuser` is `torch.compile`, whose decorator loads
+    `megatron.core.timers` would import both to write its timers there, which no run asks for; a
+    run that logs to one of them imports it itself. `jit_fuser` is `torch.compile`, whose decorator loads
     all of it; under `cpu_compat`, which must have been enabled, nothing is compiled anyway.
     """
     with contextlib.ExitStack() as held:
-        held.enter_context(_absent("wandb"))
+        for name in ("wandb", "torch.utils.tensorboard"):
+            held.enter_context(_absent(name))
         if cpu_compat.is_enabled():
             held.enter_context(_not_compiled())
         import megatron.core  # noqa: F401

@@ -18,7 +18,7 @@ from pretrain.__main__ import main
 from tools.preflight import main as preflight
 
 wrong = ["examples/quickstart.yaml", "parallel.pipeline_model_parallel_size=3"]
-slow = ("wandb", "torch._dynamo", "torch._inductor")
+slow = ("wandb", "torch.utils.tensorboard", "torch._dynamo", "torch._inductor")
 said = {"status": [main(wrong), preflight(wrong)]}
 said["loaded"] = [name for name in slow if name in sys.modules]
 compiled = torch.compile(lambda x: x + 1)  # loads the compiler: now, and no earlier
@@ -29,6 +29,8 @@ said["disabled"] = config.disable
 said["true functions"] = device_interface.CudaInterface.current_device is true
 said["replaced"] = str(torch.cuda.current_device())
 import wandb
+
+from torch.utils.tensorboard import SummaryWriter
 
 said["wandb"] = hasattr(wandb, "init")
 json.dump(said, open(sys.argv[1], "w"))
