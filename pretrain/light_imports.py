@@ -19,8 +19,8 @@ def import_megatron() -> None:
     """Imports `megatron.core`: without wandb and TensorBoard, and on a CPU not compiled.
 
     `megatron.core.timers` would import both to write its timers there, which no run asks for; a
-    run that logs to one of them imports it itself. `jit_fuser` is `torch.compile`, whose decorator loads
-    all of it; under `cpu_compat`, which must have been enabled, nothing is compiled anyway.
+    run that logs to one of them imports it itself. `jit_fuser` is `torch.compile`, whose decorator
+    loads all of it; under `cpu_compat`, which must have been enabled, nothing is compiled anyway.
     """
     with contextlib.ExitStack() as held:
         for name in ("wandb", "torch.utils.tensorboard"):
