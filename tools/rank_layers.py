@@ -86,11 +86,12 @@ def _rank(options: argparse.Namespace) -> int:
     print(choose.render(found, scores, whole, chosen, modules))
     share = choose.flops_of(chosen, modules)
     high = choose.flops_of([module.name for module in modules if module.name not in names], modules)
+    last = choose.last_layers(names, modules, share)
     said = [
         f"{len(chosen)} linear layers in BF16, {share:.3f} of the linear layers' FLOPs; "
-        f"{share + high:.3f} with those that the run keeps high already",
-        *_verdict(options, (engine, others), chosen, choose.last_layers(names, modules, share),
-                  allowed),
+        f"{share + high:.3f} with those that the run keeps high already; the last layers, of which "
+        f"{len(last)} fit into that share, have {choose.flops_of(last, modules):.3f}",
+        *_verdict(options, (engine, others), chosen, last, allowed),
     ]  # fmt: skip
     section = plan_section(config, chosen)
     head = f"python -m tools.rank_layers {options.config} {options.checkpoint}: step {step}"

@@ -95,6 +95,20 @@ def final_gaps(row: Row, base: Row, forward: str = "own", name: str = "") -> dic
     }
 
 
+def broken_seeds(row: Row, name: str = "") -> list[int]:
+    """Seeds whose run has taken its last step without a finite loss there, in training or in its
+    own validation. They have no final gap, so that a mean over the others would flatter the row."""
+    found = []
+    for seed, run in sorted(row.runs.items()):
+        own = run.validation.get(("own", name), [])
+        ends = [run.losses[-1][1]] if run.finished else []
+        if ends and run.validation:
+            ends.append(own[-1][1] if own and own[-1][0] >= run.steps else math.nan)
+        if not _finite(*ends):
+            found.append(seed)
+    return found
+
+
 def training_gaps(row: Row, base: Row, bins: int = _BINS) -> dict[int, list[Point]]:
     """{seed: (step, gap in per cent)} of the training loss, each point a mean over many steps."""
     found = {}

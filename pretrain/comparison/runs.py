@@ -6,7 +6,8 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import yaml
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.compare import flatten
+from pretrain.config import PretrainConfig
+from pretrain.config_file import encode
 from pretrain.environment import ENVIRONMENT_FILE
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.report.sections import four_bit_share
@@ -124,7 +127,7 @@ def read_run(folder: Path) -> RunData:
         name=str(name),
         seed=int(seed),
         steps=int(steps),
-        settings={k: v for k, v in flat.items() if not k.startswith(_ELSEWHERE)},
+        settings={k: v for k, v in {**_defaults(), **flat}.items() if not k.startswith(_ELSEWHERE)},
         losses=[(row["step"], float(row["loss"])) for row in training],
         tokens={row["step"]: row["tokens"] for row in rows if "tokens" in row},
         validation=_validation(rows),
@@ -135,6 +138,17 @@ def read_run(folder: Path) -> RunData:
         card=_card(gpus, environment),
         commit=_commit(code) if isinstance(code, Mapping) else "",
     )
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    """Settings that a run of older code does not name: it had what is the default now."""
+    sections = {
+        each.name: encode(each.default_factory())
+        for each in fields(PretrainConfig)
+        if each.default_factory is not MISSING
+    }
+    return flatten(sections)
 
 
 def _commit(code: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from pretrain.comparison.gaps import (
     DIVERGED,
     Interval,
+    broken_seeds,
     diverged_at,
     final_gaps,
     first_difference,
@@ -31,6 +32,8 @@ class Line:
     is_base: bool
     seeds: tuple[int, ...]
     unfinished: tuple[int, ...]
+    broken: tuple[int, ...]
+    """Finished without a finite loss: nothing is said of the others' mean."""
     val_loss: Interval | None
     """Of the own forward, where finished."""
     gaps: dict[str, Interval | None]
@@ -51,6 +54,8 @@ class Line:
         """Better or worse than the base, where the interval of the own forward's gap says so."""
         if self.is_base:
             return "base"
+        if self.broken:
+            return f"no finite end in {len(self.broken)} of {len(self.seeds)} seeds"
         gap = self.gaps["own"]
         if gap is None:
             return "no common end"
@@ -68,7 +73,9 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
     ends = {
         seed: run.validation[("own", "")][-1][1]
         for seed, run in runs.items()
-        if run.finished and ("own", "") in run.validation
+        if run.finished
+        and (points := run.validation.get(("own", "")))
+        and points[-1][0] >= run.steps
     }
     last = {}
     for seed, points in training_gaps(row, base, bins=10).items():
@@ -85,11 +92,18 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
     missing = sorted(runs.keys() - base.runs.keys())
     if missing:
         notes.append(f"no run of the base has seed {', '.join(map(str, missing))}")
+    broken = broken_seeds(row)
+    if broken:
+        notes.append(
+            f"no finite loss at the end of seed {', '.join(map(str, broken))}: means are of the "
+            "others"
+        )
     return Line(
         label=row.label,
         is_base=row is base,
         seeds=tuple(sorted(runs)),
         unfinished=tuple(sorted(seed for seed, run in runs.items() if not run.finished)),
+        broken=tuple(broken),
         val_loss=interval(ends),
         gaps={forward: interval(final_gaps(row, base, forward)) for forward in FORWARDS},
         training_gap=interval(last),
@@ -158,8 +172,11 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def between_rows(rows: Sequence[Row], base: Row, forward: str = "own") -> list[str]:
-    """What pairs of rows say of each other: the difference of their gaps, paired by seed."""
-    others, said = [row for row in rows if row is not base], []
+    """What pairs of rows say of each other: the difference of their gaps, paired by seed.
+
+    Rows with a seed that did not end with a finite loss are left out: `Line.verdict` says so.
+    """
+    others, said = [row for row in rows if row is not base and not broken_seeds(row)], []
     for i, first in enumerate(others):
         for second in others[i + 1 :]:
             a, b = final_gaps(first, base, forward), final_gaps(second, base, forward)
@@ -200,6 +217,7 @@ def as_data(lines: Sequence[Line]) -> list[dict[str, Any]]:
             "row": line.label,
             "seeds": list(line.seeds),
             "unfinished": list(line.unfinished),
+            "broken": list(line.broken),
             "val_loss": plain(line.val_loss),
             "gaps": {name: plain(gap) for name, gap in line.gaps.items()},
             "training_gap": plain(line.training_gap),

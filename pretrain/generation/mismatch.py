@@ -165,5 +165,8 @@ def batch_invariance(opened: OpenedModel, name: str, tokens: Tensor, prompt: int
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Largest |a - b|; 0 only for equal bits."""
-    return 0.0 if torch.equal(a, b) else max(float((a - b).abs().max()), 1e-45)
+    """Largest |a - b|; 0 only for equal bits, infinite where one is not finite."""
+    if torch.equal(a, b):
+        return 0.0
+    found = float((a - b).abs().max())
+    return max(found, 1e-45) if math.isfinite(found) else math.inf

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from fused_ops.errors import ConfigError
-from pretrain.comparison.gaps import Interval, diverged_at, final_gaps, interval
+from pretrain.comparison.gaps import Interval, broken_seeds, diverged_at, final_gaps, interval
 from pretrain.comparison.ratio import gap_ratio
 from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row
@@ -115,7 +115,7 @@ def gaps(model: ModelResults, base_row: str) -> str:
         lines.append(
             [
                 f"`{row.label}`",
-                str(len(row.runs)),
+                _count(row),
                 spoken(interval(_ends(row)), ".4f"),
                 "0" if is_base else spoken(own, "+.2f"),
                 "" if is_base or own is None else _half(scatter["own"], len(own.seeds)),
@@ -155,8 +155,18 @@ def _shares(one: StudyRow) -> str:
     return f"{one.four_bit:.4f}{every}"
 
 
+def _count(row: Row) -> str:
+    broken = broken_seeds(row)
+    return f"{len(row.runs)}" + (f", {len(broken)} without a finite end" if broken else "")
+
+
 def _ends(row: Row) -> dict[int, float]:
-    return {seed: run.validation["own", ""][-1][1] for seed, run in row.runs.items()}
+    broken = broken_seeds(row)
+    return {
+        seed: run.validation["own", ""][-1][1]
+        for seed, run in row.runs.items()
+        if seed not in broken
+    }
 
 
 def _half(found: object, seeds: int) -> str:
@@ -177,6 +187,8 @@ def _beside(one: StudyRow, v1: StudyRow | None, base: StudyRow) -> list[str]:
     found = differences_of(one, v1, base)
     if found is None:
         return ["", "", "", "no common seed"]
+    if broken_seeds(one.row) or broken_seeds(v1.row):
+        return ["", "", "", "not every run ended with a finite loss"]
     pooled = spread([base.row, v1.row, one.row])
     words = {"above": "worse", "below": "better", "one seed": "one seed: nothing"}
     ratio = gap_ratio(one.row, v1.row, base.row)
@@ -306,6 +318,8 @@ def _goal_gap(model: ModelResults, v1: StudyRow, base: StudyRow) -> str:
         whole = not one.precision.get("plan") and not one.precision.get("rules")
         if one in (v1, base) or ratio is None or one.four_bit < 0.999 or not whole:
             continue
+        if broken_seeds(one.row):
+            continue
         found.append((ratio.value, one.row.label, ratio))
     if not found:
         return f"{text}not yet measured."
@@ -324,7 +338,8 @@ def _goal_fast(model: ModelResults, v1: StudyRow, base: StudyRow) -> str:
     found = None if one is None else differences_of(one, v1, base)
     if found is None:
         return f"{text}not yet measured."
-    met, missed = found.verdict == "below", found.verdict == "above"
+    broken = bool(one and broken_seeds(one.row))
+    met, missed = found.verdict == "below" and not broken, found.verdict == "above" or broken
     return f"{text}{spoken(found, '+.2f')} points: {_verdict(met, missed)}."
 
 
@@ -339,6 +354,8 @@ def _goal_late(model: ModelResults, base: StudyRow) -> str:
         half = gap.half if gap.half is not None else float("inf")
         met = gap.mean + half < 0.5 and one.four_bit >= 0.78
         missed = gap.mean - half > 0.5 or one.four_bit < 0.78
+        if broken_seeds(one.row):
+            met, missed = False, True
         share = f"{one.four_bit:.4f} of the block linears' FLOPs"
         if one.four_bit_all is not None:
             share += f" ({one.four_bit_all:.4f} of all matrix products')"

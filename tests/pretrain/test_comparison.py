@@ -13,6 +13,7 @@ from pretrain.checkpoint.compare import flatten
 from pretrain.comparison.compare import base_row, load_rows
 from pretrain.comparison.gaps import (
     Interval,
+    broken_seeds,
     diverged_at,
     final_gaps,
     first_difference,
@@ -34,7 +35,7 @@ from pretrain.comparison.runs import read_run
 from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import between_rows, cells, ratios, summarize, table
 from pretrain.config_file import encode
-from pretrain.history import encode_row
+from pretrain.history import encode_row, read_metrics
 from tools.compare_runs import REFERENCE, main
 
 STEPS = 120
@@ -209,7 +210,7 @@ def test_what_differs_and_what_is_missing_is_said(tmp_path):
     write_run(tmp_path, "d", 1, 0.01, "mxfp4", steps=60)
     rows = load_rows([tmp_path])
     lines = {line.label: line for line in summarize(rows, rows[0])}
-    assert lines["b"].notes == ["differs from the base in train.global_batch_size: None and 3"]
+    assert lines["b"].notes == ["differs from the base in train.global_batch_size: 8 and 3"]
     assert lines["c"].notes == ["no run of the base has seed 2"]
     assert lines["c"].verdict == "no common end"
     assert lines["d"].unfinished == (1,)
@@ -232,6 +233,45 @@ def test_first_difference_and_divergence(tmp_path):
     assert diverged_at(spike, a) is None, "it healed"
     losses = [(step, math.nan if step >= 71 else loss) for step, loss in a.losses]
     assert diverged_at(type(a)(**{**vars(a), "losses": losses}), a) == 71
+
+
+def test_runs_of_older_code_had_the_defaults(tmp_path):
+    """A setting that came later, left as it is by default, makes no other row; changed, it does."""
+    for seed in (1, 2, 3):
+        write_run(tmp_path, "v1", seed, 0.0, "nvfp4", dtype="bf16")
+    for seed, clip in ((2, 1.0), (3, 2.0)):
+        path = tmp_path / f"v1-s{seed}" / "config.yaml"
+        data = yaml.safe_load(path.read_text())
+        data["optimizer"] = {"clip_grad": clip}
+        path.write_text(yaml.safe_dump(data))
+    rows = load_rows([tmp_path])
+    assert [sorted(row.runs) for row in rows] == [[1, 2], [3]]
+
+
+def test_a_row_is_not_judged_by_its_survivors(tmp_path):
+    """Seed 3 ends in NaN, as metrics.jsonl has it: the mean of the others is no better row."""
+    for seed in (1, 2, 3):
+        write_run(tmp_path, "bf16", seed, 0.02, "bf16")
+        write_run(tmp_path, "v1", seed, 0.0, "nvfp4")
+        write_run(tmp_path, "v2", seed, 0.01, "nvfp4_v2")
+    path = tmp_path / "v1-s3" / "metrics.jsonl"
+    rows = read_metrics(path)
+    lost = [
+        {k: math.nan if "loss" in k and row["step"] >= 80 else v for k, v in row.items()}
+        for row in rows
+    ]
+    path.write_bytes(b"".join(map(encode_row, lost)))
+    base, v1, v2 = load_rows([tmp_path])
+    assert (v1.label, broken_seeds(v1), broken_seeds(v2)) == ("v1", [3], [])
+    line = summarize([base, v1, v2], base)[1]
+    assert line.verdict == "no finite end in 1 of 3 seeds"
+    assert line.val_loss.seeds == line.gaps["own"].seeds == (1, 2)
+    assert "seed 3: means are of the others" in line.notes[0]
+    assert summarize([base, v1, v2], base)[2].verdict == "better"
+    assert between_rows([base, v1, v2], base) == []
+    path.write_bytes(b"".join(map(encode_row, rows)))
+    back = load_rows([tmp_path])
+    assert len(between_rows(back, back[0])) == 1
 
 
 def test_references_come_back_and_judge(rows, tmp_path):

@@ -2,6 +2,7 @@
 """From run folders to results.json, tables and figures, and again from results.json alone."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from fused_ops.errors import ConfigError
 from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row, group_runs, read_run
 from pretrain.config import make_config
-from pretrain.history import encode_row
+from pretrain.history import encode_row, read_metrics
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import load_study
 from pretrain.study.results import (
@@ -230,6 +231,27 @@ def test_rows_with_one_forward_must_begin_alike(study, tmp_path):
     said = fill("<!-- study:runs --><!-- /study:runs -->", "bf16", [model])
     assert "`b` and `a`, 2 seeds: equal to the bit; " in said
     assert "`c` and `a`, 1 seed: up to 0.0001 apart." in said
+
+
+def test_a_goal_is_not_met_by_survivors(study, tmp_path):
+    folder, runs = study
+    some = tmp_path / "some"
+    shutil.copytree(runs, some)
+    path = some / "dense-30m-nvfp4_fast_fp8-s3" / "metrics.jsonl"
+    rows = read_metrics(path)
+    for row in rows[-2:]:
+        row.update({key: math.nan for key in row if "loss" in key})
+    path.write_bytes(b"".join(map(encode_row, rows)))
+    write_results(load_study(folder, some), tmp_path / "results.json")
+    _, models = read_results(tmp_path / "results.json")
+    marks = [f"<!-- study:{name} --><!-- /study:{name} -->" for name in ("goals", "gaps:dense-30m")]
+    goals, table = (fill(mark, "bf16", models) for mark in marks)
+    assert "at most 0.8 of V1's gap: not yet measured" in goals
+    assert "points: missed." in goals
+    line = next(row for row in table.splitlines() if row.startswith("| `nvfp4_fast_fp8`"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1] == "3, 1 without a finite end"
+    assert cells[6:10] == ["", "", "", "not every run ended with a finite loss"]
 
 
 def test_the_gap_is_split_beside_the_published_parts(study):

@@ -9,6 +9,7 @@ import torch
 
 from pretrain.generation.mismatch import (
     Scores,
+    _difference,
     compare,
     sampled_tokens,
     sampler_scores,
@@ -65,6 +66,14 @@ def test_k3_is_an_unbiased_estimate_of_kl_on_sampled_tokens():
     rho = t / s
     deviation = float((s * (rho - 1 - rho.log() - found.kl).square()).sum().sqrt())
     assert found.k3 == pytest.approx(found.kl, abs=4 * deviation / math.sqrt(draws.numel()))
+
+
+def test_logits_that_are_no_numbers_are_no_invariance():
+    """max over sequences loses NaN, so that none may come out."""
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan])
+    assert _difference(a, a.clone()) == 0
+    assert max(_difference(a, a), _difference(a, b), _difference(b, b)) == math.inf
+    assert _difference(a, torch.tensor([1.0, 2.5])) == 0.5
 
 
 def test_one_precision_on_both_sides_differs_by_sums_alone(opened):
