@@ -217,13 +217,12 @@ def quantize_pair(
     keys: tuple[Key | None, Key | None] = (None, None),
     origin: tuple[int, int] = (0, 0),
     forms: tuple[str, str] = ("codes", "codes"),
-    tile: dict[str, int] | None = None,
 ) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
-    """See fused_ops.quantize.api.quantize_pair; tile: as TILE, and changes no byte."""
+    """See fused_ops.quantize.api.quantize_pair."""
     rows, cols = x.shape
     first = Output.new(row, forms[0], rows, cols, amaxes[0], rows)
     second = Output.new(column, forms[1], cols, rows, amaxes[1], cols)
-    macros = pair_macros(row, column, forms, signs is None, tile)
+    macros = pair_macros(row, column, forms, signs is None)
     _launch(x, macros, sign_factors(signs, x.device), first, second, keys, origin)
     return first.result(), second.result()
 

@@ -6,9 +6,10 @@ bytes of the first matrix are Triton's; the fastest of each kind is printed for 
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -41,6 +42,18 @@ def _arguments(x: torch.Tensor, number: int) -> tuple[tuple[Any, Any], dict[str,
     return (row_spec, column), {"amaxes": amax_pair(x, column), "keys": keys, "forms": forms}
 
 
+def _tiled(number: int, tile: dict[str, int], x: torch.Tensor) -> Callable[[], tuple[Any, ...]]:
+    """A call of the pair with this tile in its kind's place in TILES."""
+    specs, arguments = _arguments(x, number)
+    kind = cuda_backend.kind_of(specs[0], arguments["forms"])
+
+    def run() -> tuple[Any, ...]:
+        with patch.dict(cuda_backend.TILES, {kind: tile}):
+            return cuda_backend.quantize_pair(x, *specs, **arguments)
+
+    return run
+
+
 def _build_all(pool: ThreadPoolExecutor) -> Built:
     capability = torch.cuda.get_device_capability()
     built: Built = {}
@@ -59,7 +72,7 @@ def _sound(x: torch.Tensor, number: int, built: Built) -> list[int]:
     for index, tile in enumerate(PAIR_TILES):
         try:
             built[number, index].result()
-            got = cuda_backend.quantize_pair(x, *specs, **arguments, tile=tile)
+            got = _tiled(number, tile, x)()
             torch.cuda.synchronize()
         except RuntimeError as error:
             print(f"{PAIRS[number][0]}, {tile}: {str(error).strip().splitlines()[0]}", flush=True)
@@ -83,13 +96,11 @@ def bench_pair_tiles(rows: int, cols: list[int]) -> None:
         copy = copy_bandwidth(x)
         print(f"\n{rows} x {width}: copy {copy:.2f} TB/s")
         for number, (name, _, _, forms) in enumerate(PAIRS):
-            specs, arguments = _arguments(x, number)
             moved = x.numel() * (2 + sum(FORM_BYTES[form] for form in forms))
             print(name)
             for index in sound[number]:
                 tile = PAIR_TILES[index]
-                run = partial(cuda_backend.quantize_pair, x, *specs, **arguments, tile=tile)
-                time = median_us(run)
+                time = median_us(_tiled(number, tile, x))
                 times.setdefault((number, index), []).append(time / x.numel())
                 row("  " + " ".join(f"{n} {key}" for key, n in tile.items()), moved, time, copy)
     print("\nbest, for TILES in fused_ops/quantize/cuda_backend.py:")
