@@ -290,8 +290,10 @@ def copy(tmp_path):
     shutil.copytree(ROOT / "fused_ops", tmp_path / "fused_ops", ignore=ignore)
     shutil.copytree(ROOT / HERE, tmp_path / HERE, ignore=ignore)
     shutil.copytree(ROOT / "tests/data", tmp_path / "tests/data", ignore=ignore)
-    (tmp_path / "tools").mkdir()
+    for room in ("models", "pretrain", "tools"):  # a tool of the tests, and what it imports
+        (tmp_path / room).mkdir()
     for file in ("tests/distributed.py", "tools/__init__.py", "tools/check_vectors.py",
+                 "models/__init__.py", "pretrain/__init__.py", "pretrain/command_line.py",
                  "pyproject.toml"):  # fmt: skip
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "conftest.py").write_text(
