@@ -51,8 +51,9 @@ def record[Result](work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Re
             results.append(work())
     except Exception as error:
         cause = error
+    if cause is None:
+        _alive.add(graph)  # also if others have failed: it lives in the traceback of that error
     agree(None if cause is None else reason(cause), cause)
-    _alive.add(graph)
     return graph, results[0]
 
 
@@ -61,7 +62,8 @@ def agree(
 ) -> None:
     """Tells the other ranks how this one has fared, and hears of them.
 
-    Neither the device nor a collective has a part in it: both may be in no state to.
+    Neither the device nor a collective has a part in it: both may be in no state to. What the first
+    rank finds holds for all: one that comes after others have given it up does not go on alone.
 
     Args:
         problem: why this rank could not record, or None.
@@ -88,8 +90,10 @@ def agree(
             said = f"it has not answered in {seconds:g} s"
         if said != "recorded":
             found.append(f"rank {each}: {said.removeprefix('not recorded: ')}")
-    if found:
-        raise NotRecordedError("; ".join(found)) from cause
+    verdict = f"record {number}"
+    agreed = store.compare_set(verdict, "", "; ".join(found) or "recorded").decode()
+    if agreed != "recorded":
+        raise NotRecordedError(agreed) from cause
 
 
 def reason(error: BaseException) -> str:
