@@ -45,6 +45,8 @@ def packing_reason(name: str, spec: OperandSpec, tokens: int) -> str | None:
         return f"{name} is not quantized"
     if spec.source == "forward":
         return f"{name} is made of the forward's operand"
+    if not tokens:
+        return f"{name} has no tokens, and so no codes"
     multiple = spec.block[0] if spec.block else 1
     if runs_along_tokens(name):
         multiple = max(spec.multiple, _DITHER if spec.is_random else 1)

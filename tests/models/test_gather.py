@@ -65,6 +65,7 @@ OPTIONS = {
     "fp32 activations": {"dtype": torch.float32},
     "amaxes of shards": {"scope": "shard"},
     "parts of 248 tokens": {"seq": 248},
+    "no tokens": {"seq": 0},
 }
 
 
