@@ -26,10 +26,11 @@ from models.pattern import parse_pattern, staged_pattern
 from models.precision_plan import PrecisionPlan
 from models.saved import Layout, saved_bytes
 from models.throughput import Device, StepTime, TokenTime, step_time, token_time
-from pretrain.checkpoint.compare import compare, override_config
+from pretrain.checkpoint.compare import compare, override_config, rows_problem
 from pretrain.checkpoint.config import find_latest
 from pretrain.checkpoint.io import CheckpointError, load_json
 from pretrain.checkpoint.layout import STATE
+from pretrain.checkpoint.safe import read_index
 from pretrain.config import (
     PretrainConfig,
     data_folders,
@@ -133,7 +134,7 @@ def preflight(
     world = world or (world_size() if world_size() > 1 else fewest_processes(config.parallel))
     vocab, found, notes = _vocabulary(config)
     problems += [*_start_problems(config, world), *found]
-    changed, text = _checkpoint(config)
+    changed, text = _checkpoint(config, vocab)
     problems, notes = [*problems, *changed], [*notes, *text]
     result = Preflight(
         problems=list(dict.fromkeys(problems)),
@@ -201,7 +202,7 @@ def _vocabulary(config: PretrainConfig) -> tuple[int | None, list[str], list[str
     return own or largest, problems, notes
 
 
-def _checkpoint(config: PretrainConfig) -> tuple[list[str], list[str]]:
+def _checkpoint(config: PretrainConfig, vocab: int | None) -> tuple[list[str], list[str]]:
     """(problems, notes) of continuing the checkpoint that a start would find."""
     folder = config.run.path / "checkpoints"
     place = folder if folder.is_dir() else None
@@ -214,17 +215,31 @@ def _checkpoint(config: PretrainConfig) -> tuple[list[str], list[str]]:
         if found is None:
             return [], []
         saved = load_json(found.path / STATE)["config"]
+        rows = _rows(found.path)
     except (CheckpointError, OSError, KeyError) as error:
         return [f"the checkpoint in {place} cannot be read: {error}"], []
     if place != folder and config.checkpoint.load_parts == "model":
         shapes = {"model": saved.get("model")}, {"model": encode(config)["model"]}
     else:
         shapes = saved, encode(override_config(config, config.checkpoint.override))
+    own, problems = padded_vocab_size(config.model, vocab or 0), []
+    if own and rows and rows != own:
+        problems.append(rows_problem(f"step {found.step} of {place}", rows, own))
     try:
         notes = compare(*shapes, config.checkpoint.override)
     except ConfigError as error:
-        return [f"step {found.step} of {place}: {text}" for text in error.problems], []
+        problems += [f"step {found.step} of {place}: {text}" for text in error.problems]
+    if problems:
+        return problems, []
     return [], [f"continues step {found.step} of {place}", *notes]
+
+
+def _rows(checkpoint: Path) -> int | None:
+    """Rows of a checkpoint's embedding, where its index is there."""
+    if not (checkpoint / ".metadata").exists():
+        return None
+    held = read_index(checkpoint).state_dict_metadata.get("embedding.word_embeddings.weight")
+    return getattr(held, "size", [None])[0]
 
 
 def _estimate(result: Preflight, vocab: int | None) -> None:

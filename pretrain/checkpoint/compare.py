@@ -17,8 +17,10 @@ FIXED = ("model.*", "data.*", "run.seed", "optimizer.name", "train.dtype")
 BOUND = ("optimizer.*", "precision.*", "train.*batch_size_schedule*", "train.global_batch_size")
 # Of the sections above, what changes neither the weights' shapes nor what is trained on. Where the
 # data lies is free because its content has a fingerprint of its own. What is computed twice and how
-# tokens travel to experts go with the layout.
+# tokens travel to experts go with the layout. A vocabulary must have as many rows as the
+# checkpoint, padded: loading holds it to that, and older runs had the data's whatever was set.
 FREE = (
+    "model.vocab_size",
     *("model.megatron.recompute_*", "model.megatron.moe_token_dispatcher_type"),
     *("data.train*", "data.valid*", "data.prefetch*", "data.cache*", "data.storage*"),
     *("data.on_change", "data.skip_samples"),
@@ -109,6 +111,16 @@ def compare(
     if problems:
         raise ConfigError(problems)
     return notes
+
+
+def rows_problem(checkpoint: str, theirs: int, own: int) -> str:
+    """What to do where embedding or head of a checkpoint has `theirs` rows, and the model `own`."""
+    return (
+        f"{checkpoint} has a vocabulary of {theirs} rows, and this model of {own}: padded to a "
+        "multiple of model.make_vocab_size_divisible_by they must be the same; leave "
+        "model.vocab_size out (model.vocab_size=null) where the checkpoint has the data's "
+        "vocabulary, or set it to what it was trained with"
+    )
 
 
 def override_config[T](config: T, override: Mapping[str, Any]) -> T:

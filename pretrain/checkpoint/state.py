@@ -9,7 +9,7 @@ import contextlib
 import gc
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch.distributed.checkpoint import CheckpointException
 
+from pretrain.checkpoint.compare import rows_problem
 from pretrain.checkpoint.io import CheckpointError, dump_json, load_json, write_durably
 from pretrain.checkpoint.layout import rng_name
 from pretrain.checkpoint.safe import read_index, refuse_code
@@ -138,6 +139,7 @@ def load_sharded(
             f"{folder} holds {len(left)} weights that this model has no place for, such as "
             f"{left[0]}: it is another model's; give the model section that it was trained with"
         )
+    _check_rows(folder, index.state_dict_metadata, state)
     try:
         with refuse_code():
             loaded = dist_checkpointing.load(state, str(folder))
@@ -185,6 +187,17 @@ def _left_over(held: Iterable[str], state: dict[str, Any]) -> list[str]:
         if name.startswith(_WEIGHTS) and "_extra_state" not in name:
             found += [] if asked & set(parents) else [name]
     return sorted(found)
+
+
+def _check_rows(folder: Path, held: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """CheckpointError for a vocabulary of another size: megatron-core lets it pass, and leaves rows
+    that the checkpoint does not have as zeros, or drops what it has."""
+    for place in nested_values(state):
+        if not isinstance(place, ShardedTensor) or place.key not in held:
+            continue
+        own, theirs = place.global_shape, getattr(held[place.key], "size", place.global_shape)
+        if place.allow_shape_mismatch and own[0] != theirs[0]:
+            raise CheckpointError(rows_problem(str(folder), theirs[0], own[0]))
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -105,8 +105,8 @@ def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: 
         ConfigError: the run failed; with its last words.
     """
     place = config.parent / "runs" / name / METRICS_FILE
-    kept = _read_losses(place)
-    if len(kept) == yaml.safe_load(config.read_text())["train"]["steps"]:
+    kept, steps = _read_losses(place), yaml.safe_load(config.read_text())["train"]["steps"]
+    if len(kept) == steps:
         return kept
     module = ["pretrain.parity.ordered", str(order)] if order else ["pretrain"]
     settings = [*overrides, f"run.name={name}", f"run.device={'cuda' if gpu else 'cpu'}"]
@@ -118,7 +118,13 @@ def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: 
             f"a run must end before it can be compared; {name} ended with status "
             f"{done.returncode}: {done.stderr.strip()[-2000:]}"
         )
-    return _read_losses(place)
+    found = _read_losses(place)
+    if len(found) != steps:
+        raise ConfigError(
+            f"a run must have the losses of all of its {steps} steps; {place} has {len(found)}: "
+            f"remove {place.parent}, and it is trained again"
+        )
+    return found
 
 
 def _read_losses(path: Path) -> Any:
@@ -156,8 +162,10 @@ def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
     label, overrides = _settings(recipe)
     cpu = cpu_losses(config, recipe)
     base = losses(config, f"{label}-gpu", overrides, True) if gpu else cpu
+    where = "gpu" if gpu else "cpu"  # a folder may hold both, from two machines
     others = [
-        gap(base, losses(config, f"{label}-order{seed}", overrides, gpu, seed)) for seed in ORDERS
+        gap(base, losses(config, f"{label}-{where}-order{seed}", overrides, gpu, seed))
+        for seed in ORDERS
     ]
     band = Gap(max(o.largest for o in others), max(o.mean for o in others))
     devices = gap(cpu, base) if gpu else None
@@ -176,7 +184,7 @@ def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
         "text": hashlib.sha256(text.read_bytes()).hexdigest(),
         **{key: value for key, value in run.items() if key not in ("run", "data")},
     }
-    if note.exists() and json.loads(note.read_text()) != what:
+    if note.exists() and _read_note(note) != what:
         raise ConfigError(
             f"a folder keeps the runs of one comparison; {folder} has another text, pattern or "
             "number of steps: give another folder, or what it was made with"
@@ -187,3 +195,10 @@ def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
         write_bytes(text, data, most=8 * 129 * (steps + 8) * 2)
     path.write_text(yaml.safe_dump(run))
     return path
+
+
+def _read_note(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:  # cut off as it was written
+        return None

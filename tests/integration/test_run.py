@@ -15,6 +15,7 @@ import yaml
 from pretrain.__main__ import main
 from tests.distributed import ROOT, run_distributed
 from tests.toy import make_toy, toy_config
+from tools.preflight import main as preflight
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +219,27 @@ def test_a_full_disk_is_said_in_one_line(folder, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("pretrain.trainer.save_config", full)
     good = _write(tmp_path / "run.yaml", toy_config(folder, run={"dir": str(tmp_path / "runs")}))
     assert "no space left on device" in _fails(capfd, str(good))
+
+
+def test_a_checkpoint_of_another_vocabulary(folder, tmp_path, capfd):
+    """Runs once had the data's, whatever was set: no row is made up, and one setting continues."""
+    data = toy_config(folder, run={"dir": str(tmp_path)}, train={"steps": 2})
+    good = str(_write(tmp_path / "run.yaml", data))
+    assert main([good]) == 0
+    before, longer = _rows(tmp_path / "toy"), ["train.steps=4"]
+    for more in ([], [f"checkpoint.load={tmp_path / 'toy'}", "checkpoint.load_parts=model"]):
+        name = ["run.name=other"] if more else []
+        for vocabulary in (129, 1000):
+            wrong = [good, *longer, *more, *name, f"model.vocab_size={vocabulary}"]
+            rows = -(-vocabulary // 128) * 128
+            said = _fails(capfd, *wrong)
+            assert f"has a vocabulary of 128 rows, and this model of {rows}" in said
+            assert "model.vocab_size=null" in said
+    assert _rows(tmp_path / "toy") == before
+    assert preflight([good, *longer, "model.vocab_size=1000"]) == 2
+    assert "has a vocabulary of 128 rows, and this model of 1024" in capfd.readouterr().out
+    assert main([good, *longer, "model.vocab_size=128"]) == 0
+    assert max(row["loss"] for row in _rows(tmp_path / "toy")[-3:] if "loss" in row) < 5.0
 
 
 def test_a_run_that_only_skips_gives_up_with_status_2(folder, tmp_path, capfd):

@@ -48,7 +48,9 @@ def test_a_table_with_two_devices(text, monkeypatch, capsys):
     """What is compared with what, the runs themselves replaced."""
 
     def losses(config, name, overrides, gpu, order=0):
-        shift = {"cpu": 0.0, "gpu": 0.01, "order1": 0.03, "order2": 0.02}[name.split("-")[1]]
+        shift = {"cpu": 0.0, "gpu": 0.01, "gpu-order1": 0.03, "gpu-order2": 0.02}[
+            name.partition("-")[2]
+        ]
         assert gpu == (not name.endswith("cpu"))
         assert overrides == ["precision.recipe=nvfp4_fast", "precision.decode=fp8"]
         return np.array([5.0, 4.0]) + shift
@@ -97,9 +99,31 @@ def test_runs_that_are_kept_are_not_repeated(text, tmp_path, monkeypatch, capsys
     assert trained == ["bf16-cpu"]
     first.rename(second)
     assert compare_devices.main([*options, str(second)]) == 0
-    assert trained == ["bf16-cpu", "bf16-order1", "bf16-order2"], "of a machine without a GPU"
+    assert trained == ["bf16-cpu", "bf16-cpu-order1", "bf16-cpu-order2"], "without a GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    compare_devices.main([*options, str(second)])
+    assert trained[3:] == ["bf16-gpu", "bf16-gpu-order1", "bf16-gpu-order2"], "none of the CPU's"
+    monkeypatch.undo()
     assert compare_devices.main([*options, str(second), "--steps", "3"]) == 2
     assert "keeps the runs of one comparison" in capsys.readouterr().err
+    (second / "comparison.json").write_text('{"te')
+    assert compare_devices.main([*options, str(second)]) == 2
+    assert "keeps the runs of one comparison" in capsys.readouterr().err
+
+
+def test_a_run_without_all_losses_is_not_compared(text, tmp_path, monkeypatch, capsys):
+    """One that was cut after its last checkpoint has nothing left to train, and ends well."""
+    place = tmp_path / "kept/runs/bf16-cpu"
+    place.mkdir(parents=True)
+    (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 5.0}) + "\n")
+    ended = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(devices.subprocess, "run", lambda command, **_: ended)
+    options = ["--steps", "2", "--recipes", "bf16", "--text", str(text), "--only-cpu"]
+    assert compare_devices.main([*options, "--keep", str(tmp_path / "kept")]) == 2
+    said = capsys.readouterr().err
+    assert "of all of its 2 steps" in said
+    assert f"remove {place}" in said
 
 
 def test_kept_runs_need_their_text(capsys):
