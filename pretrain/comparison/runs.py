@@ -216,11 +216,12 @@ def group_runs(runs: Sequence[RunData]) -> list[Row]:
     return rows
 
 
-def differences(row: Row, base: Row) -> list[str]:
-    """Settings beside precision in which a row differs from the base: no fair comparison then."""
+def differences(row: Row, base: Row, *, precision: bool = False) -> list[str]:
+    """Settings in which a row differs from the base, those of precision only if asked for: beside
+    them there is no fair comparison."""
     own, other = row.settings, base.settings
     return [
         f"{key}: {other.get(key)} and {own.get(key)}"
         for key in sorted(own.keys() | other.keys())
-        if own.get(key) != other.get(key) and not key.startswith("precision.")
+        if own.get(key) != other.get(key) and (precision or not key.startswith("precision."))
     ]

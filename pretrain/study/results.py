@@ -131,9 +131,10 @@ def _model(
     for name in names:
         found = group_runs([read_run(run.folder) for run in runs if run.row == name])
         if len(found) > 1:
+            apart = "; ".join(differences(found[1], found[0], precision=True))
             problems.append(
-                f"seeds of {model}-{name} must have the same settings; these have "
-                f"{'; '.join(differences(found[1], found[0]))}; run the others again"
+                f"seeds of {model}-{name} must have the same settings; these have {apart}; "
+                "run the others again"
             )
         rows[name] = found[0]
     base = rows.get(base_row)

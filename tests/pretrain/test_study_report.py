@@ -306,3 +306,16 @@ def test_what_cannot_be_reported_is_said(study, tmp_path, capsys):
     with pytest.raises(ConfigError, match="nibble study results"):
         read_results(folder / "study.yaml")
     assert fill("plain", "bf16", []) == "plain"
+
+
+def test_a_seed_of_another_precision_is_named(study, tmp_path):
+    """The setting and both values: a list without precision would be empty."""
+    folder, runs = study
+    shutil.copytree(runs, tmp_path / "runs")
+    name = next(path.name for path in sorted(runs.glob("*-nvfp4-s2")))
+    config = tmp_path / "runs" / name / "config.yaml"
+    data = yaml.safe_load(config.read_text())
+    data["precision"]["recipe"] = "nvfp4_fast"
+    config.write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigError, match=r"these have precision\.recipe: nvfp4 and nvfp4_fast;"):
+        write_results(load_study(folder, tmp_path / "runs"), tmp_path / "results.json")
