@@ -29,7 +29,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +46,6 @@ from fused_ops.grouped_linear import grouped_linear
 from fused_ops.groups import Groups, groups_of
 from fused_ops.linear import LinearCall
 from fused_ops.quantize import quantize
-from fused_ops.recipe import RECIPES
 from fused_ops.rmsnorm import rmsnorm, rmsnorm_and_input
 from fused_ops.rope import split_rope
 from fused_ops.scaled_matmul import grouped, scaled_matmul
@@ -63,7 +61,7 @@ from tools.bench_ops.quantizers import (
     median_us,
     row,
 )
-from tools.bench_ops.whole_linear import bench_linear
+from tools.bench_ops.whole_linear import bench_linear, recipe_of
 
 PRODUCTS = [
     ("nvfp4, exact", OperandSpec(format="nvfp4"), "exact", "bf16_core_sum"),
@@ -374,9 +372,7 @@ def bench_expert_layers(counts: list[int], out: int, inner: int) -> None:
     x = torch.randn(rows, inner, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn(rows, out, device="cuda").bfloat16()
     for label in ("bf16", "nvfp4", "nvfp4_fast", "nvfp4_fast:fp8", "nvfp4_pow2", "fp8_tensorwise"):
-        name, _, decode = label.partition(":")
-        recipe = replace(RECIPES[name], decode=decode or "exact")
-        times = []
+        recipe, times = recipe_of(label), []
         for together in (True, False):
             grouped_cuda.ENABLED = together
             host, device = [], []
