@@ -261,7 +261,8 @@ def _pairs() -> list[Variant]:
     found = [
         Variant(
             "quantize_pair", label + (", key on the device" if on_device else ""),
-            constants | tile | {"C_HADAMARD": True, "KEY_ON_DEVICE": on_device},
+            constants | tile
+            | {"C_HADAMARD": True, "R_KEY_ON_DEVICE": on_device, "C_KEY_ON_DEVICE": on_device},
             PAIR_TILE["warps"], pointers,
         )
         for label, constants in pairs.items()
@@ -372,9 +373,9 @@ def _grouped_quantizers() -> list[Variant]:
         )
     }  # fmt: skip
     for pair in _pairs():
-        if pair.kernel != "quantize_pair" or pair.constants["KEY_ON_DEVICE"]:
+        if pair.kernel != "quantize_pair" or pair.constants["R_KEY_ON_DEVICE"]:
             continue
-        unknown = ("BLOCKS", "KEY_ON_DEVICE")
+        unknown = ("BLOCKS", "R_KEY_ON_DEVICE", "C_KEY_ON_DEVICE")
         constants = {k: v for k, v in pair.constants.items() if k not in unknown}
         constants |= {"ROW": True, "COLUMN": True, "TILE": False}
         found.append(Variant("grouped_quantize", pair.label, constants, pair.warps, pointers))

@@ -219,8 +219,7 @@ def quantize_pair(
 ) -> tuple[QuantizedTensor | DecodedTensor, QuantizedTensor | DecodedTensor]:
     """quantize(x, row) and quantize(x, column, columns=True), reading x from memory once.
 
-    Keys are both numbers or both on the device; origin is the global place of x[0, 0], multiples
-    of 16.
+    origin is the global place of x[0, 0], multiples of 16.
     """
     from fused_ops.quantize import triton_kernels as kernels
 
@@ -230,16 +229,17 @@ def quantize_pair(
     second = Output.new(column, forms[1], cols, rows, amaxes[1], cols)
     options = {f"R_{name}": value for name, value in first.constants().items()}
     options |= {f"C_{name}": value for name, value in second.constants().items()}
-    on_device = any(isinstance(key, Tensor) for key in keys)
+    on_device = [isinstance(key, Tensor) for key in keys]
     places = [key if isinstance(key, Tensor) else amax for key, amax in zip(keys, amaxes)]
-    numbers = (0, 0, 0, 0) if on_device else (*key_words(keys[0]), *key_words(keys[1]))
+    numbers = [w for k in keys for w in key_words(None if isinstance(k, Tensor) else k)]
     tile = PAIR_TILE
     grid = (-(-rows // (16 * tile["blocks"])), -(-source.shape[1] // tile["words"]))
     launch(
         kernels.quantize_pair, grid, source, sign_factors(signs, x.device),
         first.amax, *first.pointers(), places[0], second.amax, *second.pointers(), places[1],
         rows, cols, rows // 16, *numbers, signed(origin[0]), signed(origin[1]),
-        on=x.device, warps=tile["warps"], C_HADAMARD=column.hadamard == 16, KEY_ON_DEVICE=on_device,
+        on=x.device, warps=tile["warps"], C_HADAMARD=column.hadamard == 16,
+        R_KEY_ON_DEVICE=on_device[0], C_KEY_ON_DEVICE=on_device[1],
         BLOCKS=tile["blocks"], WORDS=tile["words"], ROWS=tile["rows"], **options,
     )  # fmt: skip
     return first.result(), second.result()

@@ -379,7 +379,7 @@ def quantize_pair(
     R_NUMERATOR: tl.constexpr, R_FORM: tl.constexpr, R_SHIFT: tl.constexpr,
     C_POW2: tl.constexpr, C_STOCHASTIC: tl.constexpr, C_CHOICE: tl.constexpr,
     C_NUMERATOR: tl.constexpr, C_FORM: tl.constexpr, C_SHIFT: tl.constexpr,
-    C_HADAMARD: tl.constexpr, KEY_ON_DEVICE: tl.constexpr,
+    C_HADAMARD: tl.constexpr, R_KEY_ON_DEVICE: tl.constexpr, C_KEY_ON_DEVICE: tl.constexpr,
     BLOCKS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """x bf16 [rows, cols], both multiples of 16 -> as it is, and its transpose, in 1x16 blocks.
@@ -389,7 +389,7 @@ def quantize_pair(
     (k2, k3). row0, col0: global place of x, multiples of 16.
     """
     c_amax = tl.load(c_amax_ptr)
-    c_key0, c_key1 = _key(k2, k3, c_key_ptr, KEY_ON_DEVICE)
+    c_key0, c_key1 = _key(k2, k3, c_key_ptr, C_KEY_ON_DEVICE)
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
     c_total = _columns(
@@ -400,7 +400,7 @@ def quantize_pair(
     )  # fmt: skip
     _finish(c_amax, c_total, c_used_ptr, c_count_ptr, C_POW2)
     r_amax = tl.load(r_amax_ptr)
-    r_key0, r_key1 = _key(k0, k1, r_key_ptr, KEY_ON_DEVICE)
+    r_key0, r_key1 = _key(k0, k1, r_key_ptr, R_KEY_ON_DEVICE)
     group = (tl.program_id(1) * (WORDS // 8) + tl.arange(0, WORDS // 8))[None, :]
     r_total = tl.zeros([ROWS, WORDS // 8], tl.int32)
     for step in range(0, 16 * BLOCKS // ROWS):

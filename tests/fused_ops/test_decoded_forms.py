@@ -162,6 +162,21 @@ def test_a_pair_is_its_two_operands(implementation, pair, forms):
                 assert_same(g, w, f"{kind} {shape} {forms}")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_device", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_each_key_of_a_pair_is_where_it_is(implementation, on_device):
+    x = cases.make_input("laplace", (80, 272), 5).cuda()
+    row, column = SPECS["pow2 sr"], SPECS["pow2 rht sr"]
+    options = {"amaxes": amax_pair(x, column), "origin": (32, 64)}
+    want = quantize_pair(x, row, column, keys=KEYS, implementation="reference", **options)
+    pairs = zip(KEYS, on_device)
+    keys = tuple(torch.tensor(k, device="cuda") if there else k for k, there in pairs)
+    got = quantize_pair(x, row, column, keys=keys, implementation=implementation, **options)
+    for g, w in zip(got, want):
+        assert_same(g, w, str(on_device))
+
+
 def test_a_pair_on_a_cpu_is_the_reference():
     x = cases.make_input("laplace", (32, 48), 5)
     row, column = SPECS["1x16 sr"], SPECS["1x16 rht sr"]
