@@ -60,7 +60,8 @@ def _capture(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = (
             f"run.dir={folder}", f"train.steps={options.step}", "train.eval_interval=0",
-            "data.valid=null", "checkpoint.interval=0", "log.report=false",
+            "data.valid=null", "checkpoint.interval=0", "checkpoint.at_end=false",
+            "log.report=false",
         )  # fmt: skip
         config = load_config(options.config, [*options.overrides, *own], for_training=True)
         try:

@@ -30,7 +30,7 @@ TARGETS = ("sm_90", "sm_100", "sm_103")
 FIXED_SIGNS_MASK = 0xD7E8
 """Bit i is set where FIXED_SIGNS[i] is -1."""
 
-TILE = {"rows": 64, "stages": 2, "blocks": 4, "waves": 1}
+TILE = {"rows": 64, "stages": 1, "blocks": 4, "waves": 0}
 """How the source goes through a matrix where TILES says nothing; its head says what these are."""
 TILES: dict[tuple[str, str, str], dict[str, int]] = {}
 """By kind_of: what measured best, `python -m tools.bench_ops --op pair --tiles`. A kind that is not

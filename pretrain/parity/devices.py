@@ -2,7 +2,8 @@
 """One run on a CPU and on a GPU from one seed: losses beside the band of other orders of sums.
 
 Losses part as trajectories of rounded numbers do, so no bound is written here: the measure is what
-the same device gives when its GEMMs sum in another order (`pretrain.parity.orders`).
+the same device gives when its GEMMs sum in another order (`pretrain.parity.orders`). All start from
+the weights of one file, since a device draws random numbers of its own.
 """
 
 import hashlib
@@ -98,6 +99,20 @@ def run_file(data: Path, runs: Path, pattern: str, steps: int) -> dict[str, Any]
     }  # fmt: skip
 
 
+def start_weights(config: Path) -> Path:
+    """The checkpoint that all runs start from: one step in BF16 on the CPU, if it is not there.
+
+    Raises:
+        ConfigError: it could not be trained; with its last words.
+    """
+    folder = config.parent / "runs" / "start"
+    if not (folder / "checkpoints").exists() or len(_read_losses(folder / METRICS_FILE)) != 1:
+        settings = ["train.steps=1", "optimizer.warmup_steps=0", "optimizer.lr=1e-6"]
+        settings += ["optimizer.min_lr=1e-6", "checkpoint.at_end=true"]
+        _train(["pretrain"], config, "start", settings, gpu=False)
+    return folder / "checkpoints"
+
+
 def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: int = 0) -> Any:
     """fp64 losses of every step of a run in a process of its own; of one that has ended, as kept.
 
@@ -109,6 +124,20 @@ def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: 
     if len(kept) == steps:
         return kept
     module = ["pretrain.parity.ordered", str(order)] if order else ["pretrain"]
+    start = [f"checkpoint.load={start_weights(config)}", "checkpoint.load_parts=model"]
+    _train(module, config, name, [*overrides, *start], gpu)
+    found = _read_losses(place)
+    if len(found) != steps:
+        raise ConfigError(
+            f"a run must have the losses of all of its {steps} steps; {place} has {len(found)}: "
+            f"remove {place.parent}, and it is trained again"
+        )
+    return found
+
+
+def _train(
+    module: Sequence[str], config: Path, name: str, overrides: Sequence[str], gpu: bool
+) -> None:
     settings = [*overrides, f"run.name={name}", f"run.device={'cuda' if gpu else 'cpu'}"]
     command = [sys.executable, "-m", *module, str(config), *settings]
     environment = os.environ if gpu else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -118,13 +147,6 @@ def losses(config: Path, name: str, overrides: Sequence[str], gpu: bool, order: 
             f"a run must end before it can be compared; {name} ended with status "
             f"{done.returncode}: {done.stderr.strip()[-2000:]}"
         )
-    found = _read_losses(place)
-    if len(found) != steps:
-        raise ConfigError(
-            f"a run must have the losses of all of its {steps} steps; {place} has {len(found)}: "
-            f"remove {place.parent}, and it is trained again"
-        )
-    return found
 
 
 def _read_losses(path: Path) -> Any:
@@ -182,6 +204,7 @@ def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
     run = run_file(data, folder / "runs", pattern, steps)
     what = {
         "text": hashlib.sha256(text.read_bytes()).hexdigest(),
+        "start": "one step in BF16 on the CPU",
         **{key: value for key, value in run.items() if key not in ("run", "data")},
     }
     if note.exists() and _read_note(note) != what:

@@ -83,12 +83,16 @@ def test_runs_that_are_kept_are_not_repeated(text, tmp_path, monkeypatch, capsys
     trained = []
 
     def train(command, **_):
-        config, name = Path(command[-4]), command[-2].removeprefix("run.name=")
+        config = Path(next(word for word in command if word.endswith(".yaml")))
+        name = command[-2].removeprefix("run.name=")
         trained.append(name)
         run = yaml.safe_load(config.read_text())
         place = Path(run["run"]["dir"]) / name
-        place.mkdir(parents=True)
-        rows = [{"step": step, "loss": 5.0 + 0.1 * len(trained)} for step in (1, 2)]
+        start = place.parent / "start/checkpoints"
+        assert (f"checkpoint.load={start}" in command) == (name != "start")
+        (place / "checkpoints").mkdir(parents=True)
+        steps = (1,) if name == "start" else (1, 2)
+        rows = [{"step": step, "loss": 5.0 + 0.1 * len(trained)} for step in steps]
         (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -96,14 +100,14 @@ def test_runs_that_are_kept_are_not_repeated(text, tmp_path, monkeypatch, capsys
     first, second = tmp_path / "first", tmp_path / "second"
     options = ["--steps", "2", "--recipes", "bf16", "--text", str(text), "--keep"]
     assert compare_devices.main([*options, str(first), "--only-cpu"]) == 0
-    assert trained == ["bf16-cpu"]
+    assert trained == ["start", "bf16-cpu"]
     first.rename(second)
     assert compare_devices.main([*options, str(second)]) == 0
-    assert trained == ["bf16-cpu", "bf16-cpu-order1", "bf16-cpu-order2"], "without a GPU"
+    assert trained[1:] == ["bf16-cpu", "bf16-cpu-order1", "bf16-cpu-order2"], "without a GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     compare_devices.main([*options, str(second)])
-    assert trained[3:] == ["bf16-gpu", "bf16-gpu-order1", "bf16-gpu-order2"], "none of the CPU's"
+    assert trained[4:] == ["bf16-gpu", "bf16-gpu-order1", "bf16-gpu-order2"], "none of the CPU's"
     monkeypatch.undo()
     assert compare_devices.main([*options, str(second), "--steps", "3"]) == 2
     assert "keeps the runs of one comparison" in capsys.readouterr().err
