@@ -367,6 +367,11 @@ class Trainer:
             name: SharedValidLoader(ValidLoader(data, batch, **sizes), share)
             for name, data in sets.items()
         }
+        segments = self.dataset.segments
+        self.contents = {
+            "train": [source.fingerprint for each in segments for source in each.sources],
+            "valid": {name: data.fingerprint for name, data in sets.items()},
+        }
 
     def _tell_blend(self) -> None:
         """The shares of a blend as they were resolved."""
@@ -395,7 +400,8 @@ class Trainer:
             save_config(config, run_dir / CONFIG_FILE)
             table = json.dumps(self.engine.plan.table(), indent=1) + "\n"
             (run_dir / "precision.json").write_text(table)
-            write_environment(run_dir, {"seed": config.run.seed, "device": str(self.world.device)})
+            facts = {"seed": config.run.seed, "device": str(self.world.device)}
+            write_environment(run_dir, {**facts, "data": self.contents})
             report_absences()
             self._tell_gathers()
         metrics = MetricsLogger(

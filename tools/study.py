@@ -79,7 +79,10 @@ def _study(options: argparse.Namespace) -> int:
     if options.report or options.list:
         _tell(study, folder, places, options)
         return 0
-    if problems := [*_place_problems(options), *start_problems_of(study)]:
+    from pretrain.study.trained import problems_of
+
+    problems = [*_place_problems(options), *start_problems_of(study), *problems_of(study.runs)]
+    if problems:
         raise ConfigError(problems)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "study.lock").open("w") as lock:

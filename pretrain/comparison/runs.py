@@ -14,9 +14,11 @@ from typing import Any
 import yaml
 
 from fused_ops.errors import ConfigError
+from models.config import ModelConfig
 from pretrain.checkpoint.compare import flatten
 from pretrain.config import PretrainConfig
-from pretrain.config_file import encode
+from pretrain.config_file import decode_all, encode
+from pretrain.data.config import DataConfig
 from pretrain.environment import ENVIRONMENT_FILE
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.report.sections import four_bit_share
@@ -57,6 +59,8 @@ class RunData:
     card: str
     commit: str
     """Of the code; that it was changed, and what its digest is, where it was not that commit's."""
+    data: str = ""
+    """Fingerprints of what its training and validation data held; empty where it is not known."""
 
     @property
     def finished(self) -> bool:
@@ -122,12 +126,13 @@ def read_run(folder: Path) -> RunData:
     table = {"rows": precision} if isinstance(precision, list) else precision
     gpus = environment.get("gpus") if isinstance(environment, dict) else None
     code = environment.get("code") if isinstance(environment, dict) else None
+    data = environment.get("data") if isinstance(environment, dict) else None
     return RunData(
         path=folder,
         name=str(name),
         seed=int(seed),
         steps=int(steps),
-        settings={k: v for k, v in {**_defaults(), **flat}.items() if not k.startswith(_ELSEWHERE)},
+        settings=trained_settings(config),
         losses=[(row["step"], float(row["loss"])) for row in training],
         tokens={row["step"]: row["tokens"] for row in rows if "tokens" in row},
         validation=_validation(rows),
@@ -137,18 +142,33 @@ def read_run(folder: Path) -> RunData:
         four_bit_share=four_bit_share(table) if isinstance(table, Mapping) else None,
         card=_card(gpus, environment),
         commit=_commit(code) if isinstance(code, Mapping) else "",
+        data=json.dumps(data, sort_keys=True) if data else "",
     )
+
+
+def trained_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings of a resolved configuration, without those of where and how it computed."""
+    model = {**config.get("model", {}), "preset": None}  # resolved already, as the preset was then
+    now, problems, _ = decode_all(PretrainConfig, {**config, "model": model})
+    resolved = config
+    if now is not None and not problems:
+        resolved = encode(now)
+        resolved["model"]["preset"] = config.get("model", {}).get("preset")
+    flat = {**_defaults(), **flatten(resolved)}
+    return {key: value for key, value in flat.items() if not key.startswith(_ELSEWHERE)}
 
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    """Settings that a run of older code does not name: it had what is the default now."""
+    """Settings that a run of older code does not name: it had what is the default now. For
+    configurations that are no longer valid; others have them from being read."""
+    model, data = ModelConfig(), DataConfig(train="")
     sections = {
         each.name: encode(each.default_factory())
         for each in fields(PretrainConfig)
         if each.default_factory is not MISSING
     }
-    return flatten(sections)
+    return flatten({"model": encode(model), "data": encode(data), **sections})
 
 
 def _commit(code: Mapping[str, Any]) -> str:

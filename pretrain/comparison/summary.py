@@ -89,6 +89,11 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
     cards = {run.card for run in [*runs.values(), *base.runs.values()]}
     if len(cards) > 1:
         notes.append(f"speeds are of different machines: {', '.join(sorted(cards))}")
+    if len({run.data for run in [*runs.values(), *base.runs.values()] if run.data}) > 1:
+        notes.append(
+            "not all runs, the base's among them, have read the same tokens (data in "
+            "environment.json): their losses are of different data"
+        )
     missing = sorted(runs.keys() - base.runs.keys())
     if missing:
         notes.append(f"no run of the base has seed {', '.join(map(str, missing))}")

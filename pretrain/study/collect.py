@@ -5,12 +5,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fused_ops.errors import ConfigError
-from pretrain.comparison.compare import load_rows
 from pretrain.comparison.picture import write_html, write_png
+from pretrain.comparison.runs import Row
 from pretrain.comparison.summary import between_rows, summarize, table
-from pretrain.history import METRICS_FILE
 from pretrain.study.plan import Study, is_finished, steps_done
+from pretrain.study.trained import changes, read, told
 
 
 def collect(study: Study, folder: Path) -> dict[str, str]:
@@ -20,26 +19,21 @@ def collect(study: Study, folder: Path) -> dict[str, str]:
     """
     found = {}
     for model in study.models:
-        runs = [run for run in study.runs if run.model == model]
-        folders = [run.folder for run in runs if (run.folder / METRICS_FILE).exists()]
-        if not folders:
-            continue
-        try:
-            rows = load_rows(folders)
-        except ConfigError:  # a run that has not taken its first step
-            rows = load_rows([run.folder for run in runs if steps_done(run)])
-        for row in rows:
-            row.label = row.label.removeprefix(f"{model}-")
-        base = next((row for row in rows if row.label == study.base_row), None)
+        rows: dict[str, Row] = {}
+        for run in study.runs:
+            if run.model == model and steps_done(run):
+                rows.setdefault(run.row, Row(run.row)).runs[run.seed] = read(run)
+        base = rows.get(study.base_row)
         if base is None:
             continue
-        lines, said = summarize(rows, base), between_rows(rows, base)
+        found_rows = list(rows.values())
+        lines, said = summarize(found_rows, base), between_rows(found_rows, base)
         text = "\n".join([f"{model}", "", table(lines), "", *said])
         place = folder / "tables"
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{model}.txt").write_text(text + "\n")
-        write_png(rows, base, place / f"{model}.png")
-        write_html(rows, base, lines, said, place / f"{model}.html")
+        write_png(found_rows, base, place / f"{model}.png")
+        write_html(found_rows, base, lines, said, place / f"{model}.html")
         found[model] = text
     return found
 
@@ -66,10 +60,12 @@ class Tables:
 
 
 def state_of(study: Study) -> str:
-    """One line a run: finished, how far, or not begun."""
-    lines = []
+    """One line a run: finished, how far, or not begun; and where it is not the study's run."""
+    lines, other = [], changes(study.runs)
     for run in study.runs:
         done = steps_done(run)
         word = "finished" if is_finished(run) else f"step {done} of {run.steps}" if done else "-"
+        if run.name in other:
+            word += f"; trained otherwise than study.yaml says now: {told(other[run.name])}"
         lines.append(f"{run.name:40} {word}")
     return "\n".join([*lines, *study.notes])

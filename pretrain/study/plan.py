@@ -260,9 +260,14 @@ def start_problems_of(study: Study) -> list[str]:
     return found
 
 
+def has_ended(run: StudyRun) -> bool:
+    """Whether the run has ended by itself, after however many steps."""
+    return read_heartbeat(run.folder).get("phase") == "done"
+
+
 def is_finished(run: StudyRun) -> bool:
     """Whether the run has taken its last step and ended by itself."""
-    if read_heartbeat(run.folder).get("phase") != "done":
+    if not has_ended(run):
         return False
     rows = read_metrics(run.folder / METRICS_FILE)
     return any("loss" in row and row["step"] >= run.steps for row in reversed(rows))

@@ -31,12 +31,13 @@ from fused_ops.recipe import bits
 from models.flops import fixed_parts
 from pretrain.comparison.compare import tokens_per_parameter
 from pretrain.comparison.reference import precision_key
-from pretrain.comparison.runs import Row, RunData, differences, group_runs, read_run
+from pretrain.comparison.runs import Row, RunData, differences
 from pretrain.config import PretrainConfig, make_config, precision_plan
 from pretrain.data.manifest import DataError, load_manifest
 from pretrain.study.evidence import evidence
-from pretrain.study.plan import Study, StudyRun, is_finished, tokens_of
+from pretrain.study.plan import Study, StudyRun, has_ended, is_finished, tokens_of
 from pretrain.study.starts import starts
+from pretrain.study.trained import problems_of, read
 
 FORMAT, VERSION = "nibble study results", 1
 RESULTS_FILE = "results.json"
@@ -84,11 +85,17 @@ def write_results(study: Study, path: Path) -> int:
     Where the training data is not here, how many tokens it has is taken from the file before.
 
     Raises:
-        ConfigError: runs of one model that differ in more than their precision; runs in the file
-            that have not finished here, which would be lost.
+        ConfigError: runs that were trained otherwise than study.yaml says; rows that differ in more
+            than their precision, or that read other data; runs in the file that have not finished
+            here, which would be lost.
     """
     before = read_results(path)[1] if path.exists() else []
-    models, problems, count = [], _lost(study, before, path), 0
+    # What was trained otherwise may be why runs seem lost: that alone is said first.
+    problems = problems_of([r for r in study.runs if has_ended(r)]) or _lost(study, before, path)
+    if problems:
+        raise ConfigError(problems)
+    models: list[dict[str, Any]] = []
+    count = 0
     for model in study.models:
         runs = [run for run in study.runs if run.model == model and is_finished(run)]
         if not runs:
@@ -128,15 +135,9 @@ def _model(
 ) -> dict[str, Any]:
     names = list(dict.fromkeys(run.row for run in runs))
     rows: dict[str, Row] = {}
-    for name in names:
-        found = group_runs([read_run(run.folder) for run in runs if run.row == name])
-        if len(found) > 1:
-            apart = "; ".join(differences(found[1], found[0], precision=True))
-            problems.append(
-                f"seeds of {model}-{name} must have the same settings; these have {apart}; "
-                "run the others again"
-            )
-        rows[name] = found[0]
+    for run in runs:
+        rows.setdefault(run.row, Row(run.row)).runs[run.seed] = read(run)
+    problems += _data_problems(model, [run for row in rows.values() for run in row.runs.values()])
     base = rows.get(base_row)
     for name, row in rows.items():
         if base is not None and (texts := differences(row, base)):
@@ -156,6 +157,20 @@ def _model(
             _row(name, [run for run in runs if run.row == name], rows[name]) for name in names
         ],
     }
+
+
+def _data_problems(model: str, runs: Sequence[RunData]) -> list[str]:
+    """One where runs have recorded other contents of their data than the first that has."""
+    known = [run for run in runs if run.data]
+    other = [run.name for run in known if run.data != known[0].data]
+    if not other:
+        return []
+    few = ", ".join(other[:4]) + (", ..." if len(other) > 4 else "")
+    return [
+        f"runs of {model} must have read the same data; {few} read other tokens than "
+        f"{known[0].name} (data in environment.json); train them on the same shards, or move "
+        "their folders away"
+    ]
 
 
 def _config(runs: Sequence[StudyRun], row: str) -> PretrainConfig:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from pretrain.__main__ import main
+from pretrain.data.manifest import load_manifest
 from tests.distributed import ROOT, run_distributed
 from tests.toy import make_toy, toy_config
 from tools.preflight import main as preflight
@@ -83,6 +84,10 @@ def test_a_hybrid_in_nvfp4_is_stopped_and_continued(folder, tmp_path):
 def _check_folder(run: Path) -> None:
     for name in ("config.yaml", "environment.json", "precision.json", "report.html"):
         assert (run / name).stat().st_size > 100, name
+    data = json.loads((run / "environment.json").read_text())["data"]
+    folders = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    assert data["train"] == [load_manifest(folders["train"]).fingerprint()]
+    assert data["valid"] == {"": load_manifest(folders["valid"]).fingerprint()}
     row = next(row for row in _rows(run) if "loss" in row)
     keys = (
         "step",

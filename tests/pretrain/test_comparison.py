@@ -246,6 +246,33 @@ def test_runs_of_older_code_had_the_defaults(tmp_path):
         path.write_text(yaml.safe_dump(data))
     rows = load_rows([tmp_path])
     assert [sorted(row.runs) for row in rows] == [[1, 2], [3]]
+    later = {"model": {"qk_norm_over": "head"}, "data": {"seed": None}}
+    later["precision"] = {"rules": [{"layers": "last 1", "modules": "*", "recipe": "bf16"}]}
+    short = {"precision": {"rules": [{"layers": "last 1", "recipe": "bf16"}]}}
+    for seed, changes in ((1, later), (2, short)):
+        path = tmp_path / f"v1-s{seed}" / "config.yaml"
+        data = yaml.safe_load(path.read_text())
+        for section, values in changes.items():
+            data[section] |= values
+        path.write_text(yaml.safe_dump(data))
+    rows = load_rows([tmp_path])
+    assert [sorted(row.runs) for row in rows] == [[1, 2], [3]], "also within a rule"
+
+
+def test_other_tokens_in_the_same_folder_are_told(tmp_path):
+    """By the fingerprints that runs record; what older runs do not tell is no difference."""
+    for seed in (1, 2):
+        write_run(tmp_path, "bf16", seed, 0.0, "bf16")
+        write_run(tmp_path, "v1", seed, 0.01, "nvfp4")
+
+    def notes(name, content):
+        path = tmp_path / name / "environment.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"train": [content]}}))
+        rows = load_rows([tmp_path])
+        return summarize(rows, base_row(rows, "bf16"))[1].notes
+
+    assert notes("bf16-s1", "sha256:a") == notes("v1-s1", "sha256:a") == []
+    assert "have read the same tokens" in notes("v1-s2", "sha256:b")[0]
 
 
 def test_a_row_is_not_judged_by_its_survivors(tmp_path):

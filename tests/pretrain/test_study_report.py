@@ -11,8 +11,9 @@ import yaml
 from fused_ops.errors import ConfigError
 from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row, group_runs, read_run
-from pretrain.config import make_config
+from pretrain.config import make_config, save_config
 from pretrain.history import encode_row, read_metrics
+from pretrain.study.collect import collect
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import load_study
 from pretrain.study.results import (
@@ -83,8 +84,7 @@ def write_files(run, gap):
         if step % 48 == 0:
             rows.append({"step": step, "val_loss": loss, "val_loss_bf16": loss * (1 - gap / 4)})
     (run.folder / "metrics.jsonl").write_bytes(b"".join(map(encode_row, rows)))
-    config = {**run.data, "run": {**run.data["run"], "name": run.name}}
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    save_config(make_config(run.data), run.folder / "config.yaml")
     environment = {"gpus": ["NVIDIA H200"], "code": {"commit": "abc123def4567"}}
     (run.folder / "environment.json").write_text(json.dumps(environment))
     (run.folder / "heartbeat.json").write_text(json.dumps({"phase": "done"}))
@@ -308,14 +308,76 @@ def test_what_cannot_be_reported_is_said(study, tmp_path, capsys):
     assert fill("plain", "bf16", []) == "plain"
 
 
-def test_a_seed_of_another_precision_is_named(study, tmp_path):
-    """The setting and both values: a list without precision would be empty."""
-    folder, runs = study
-    shutil.copytree(runs, tmp_path / "runs")
-    name = next(path.name for path in sorted(runs.glob("*-nvfp4-s2")))
-    config = tmp_path / "runs" / name / "config.yaml"
+def _changed(runs, place, name, **sections):
+    """A copy of the runs' folders in which one was trained with other settings."""
+    shutil.copytree(runs, place)
+    config = place / name / "config.yaml"
     data = yaml.safe_load(config.read_text())
-    data["precision"]["recipe"] = "nvfp4_fast"
+    for section, values in sections.items():
+        data[section] = data[section] | values
     config.write_text(yaml.safe_dump(data))
-    with pytest.raises(ConfigError, match=r"these have precision\.recipe: nvfp4 and nvfp4_fast;"):
-        write_results(load_study(folder, tmp_path / "runs"), tmp_path / "results.json")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"precision": {"recipe": "nvfp4_fast"}}, "precision.recipe: nvfp4_fast and nvfp4"),
+        ({"model": {"init_std": 0.1}}, "model.init_std: 0.1 and 0.05"),
+        ({"optimizer": {"lr": 0.5}}, "optimizer.lr: 0.5 and 0.003"),
+        ({"train": {"steps": 48}}, "train.steps: 48 and 96"),
+        ({"train": {"steps": 192}}, "train.steps: 192 and 96"),
+        ({"run": {"seed": 5}}, "run.seed: 5 and 2"),
+        ({"data": {"train": [{"path": "a"}, {"path": "b"}]}}, "data.train: [1.0, 1.0] and True"),
+    ],
+)
+def test_a_run_of_other_settings_is_not_taken_for_the_study_s(
+    study, tmp_path, capsys, sections, said
+):
+    """It is named, with both values; nothing is written, and nothing trained beside it."""
+    folder, runs = study
+    name, text = "dense-30m-nvfp4-s2", tmp_path / "a.md"
+    some = _changed(runs, tmp_path / "runs", name, **sections)
+    text.write_text("<!-- study:runs -->\n<!-- /study:runs -->\n")
+    before, results = text.read_text(), (folder / "results.json").read_bytes()
+    words = [str(folder), "--runs", str(some)]
+    assert main([*words, "--report", str(text)]) == 2
+    refused = capsys.readouterr().err
+    assert f"{name} in {some} and dense-30m-nvfp4 of the study have {said};" in refused
+    assert "s1" not in refused
+    assert (text.read_text(), (folder / "results.json").read_bytes()) == (before, results)
+    assert main([*words, "--cpu", "--only", "nvfp4-s2"]) == 2
+    assert said in capsys.readouterr().err
+    assert main([*words, "--list"]) == 0
+    line = next(row for row in capsys.readouterr().out.splitlines() if row.startswith(name))
+    assert line.endswith(f"trained otherwise than study.yaml says now: {said}")
+
+
+def test_seeds_that_are_all_of_an_older_study_are_told_too(study, tmp_path):
+    """They agree with each other, and not with what the report would call them."""
+    folder, runs = study
+    place = tmp_path / "changed"
+    shutil.copytree(folder, place, ignore=shutil.ignore_patterns("runs", "toy"))
+    data = yaml.safe_load((place / "study.yaml").read_text())
+    data["rows"]["nvfp4"]["precision"]["decode"] = "fp8"
+    (place / "study.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigError) as error:
+        write_results(load_study(place, runs), tmp_path / "results.json")
+    (problem,) = error.value.problems
+    assert "dense-30m-nvfp4-s1, dense-30m-nvfp4-s2, dense-30m-nvfp4-s3 in" in problem
+    assert "have precision.decode: exact and fp8;" in problem
+
+
+def test_runs_of_another_machine_count_wherever_its_data_lies(study, tmp_path):
+    folder, runs = study
+    place = {"train": "/scratch/train", "valid": "/scratch/valid"}
+    sections = {"data": place, "run": {"dir": "/scratch", "device": "cuda"}}
+    some = _changed(runs, tmp_path / "runs", "dense-30m-nvfp4-s2", **sections)
+    assert write_results(load_study(folder, some), tmp_path / "results.json") == 12
+    table = collect(load_study(folder, some), tmp_path)["dense-30m"]
+    assert [line.split()[:2] for line in table.splitlines()[3:7]] == [[row, "3"] for row in ROWS]
+    for seed, content in ((1, "sha256:a"), (2, "sha256:a"), (3, "sha256:b")):
+        path = some / f"dense-30m-bf16-s{seed}" / "environment.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"train": [content]}}))
+    with pytest.raises(ConfigError, match=r"bf16-s3 read other tokens than dense-30m-bf16-s1"):
+        write_results(load_study(folder, some), tmp_path / "results.json")

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the runs that are there were trained as study.yaml says now.
+
+A run is known by the name of its folder. Where study.yaml, or what is given behind DIR, has changed
+since, the folder holds another run than the one that it is taken for. Where data lies, where runs
+go and what computes them may differ: runs of several machines are put together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pretrain.comparison.runs import RunData, read_run, trained_settings
+from pretrain.config import make_config
+from pretrain.config_file import encode
+from pretrain.study.plan import StudyRun, steps_done
+
+_FEW = 4
+
+
+def placeless(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings with the data's folders left out; how many sources there are, and their
+    weights, stay."""
+    found = dict(settings)
+    for key, value in settings.items():
+        if key == "data.train" and isinstance(value, list):
+            found[key] = [one.get("weight", 1.0) for one in value]
+        elif key == "data.train" or key.split(".")[:2] == ["data", "valid"]:
+            found[key] = value is not None
+    return found
+
+
+def read(run: StudyRun) -> RunData:
+    """What the run's folder says, whichever machine it was trained on."""
+    found = read_run(run.folder)
+    return replace(found, settings=placeless(found.settings))
+
+
+def changes(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
+    """{run: ["setting: value there and value of the study now", ...]} of those that differ.
+
+    Runs that have taken no step are none. Raises ConfigError for a folder that cannot be read.
+    """
+    wanted: dict[tuple[str, str], dict[str, Any]] = {}
+    found = {}
+    for run in runs:
+        if not steps_done(run):
+            continue
+        key = (run.model, run.row)
+        if key not in wanted:
+            wanted[key] = placeless(trained_settings(encode(make_config(run.data))))
+        own, there = wanted[key], read(run)
+        trained = {**there.settings, "run.seed": there.seed}
+        texts = _apart(trained, {**own, "run.seed": run.data["run"]["seed"]})
+        if texts:
+            found[run.name] = texts
+    return found
+
+
+def _apart(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}: {there.get(key)} and {now.get(key)}"
+        for key in sorted(there.keys() | now.keys())
+        if there.get(key) != now.get(key)
+    ]
+
+
+def problems_of(runs: Sequence[StudyRun]) -> list[str]:
+    """A problem for each row whose folders hold runs of other settings than the study's."""
+    by_row: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    by_name = {run.name: run for run in runs}
+    for name, texts in changes(runs).items():
+        row = f"{by_name[name].model}-{by_name[name].row}"
+        by_row.setdefault((row, tuple(texts)), []).append(name)
+    return [
+        f"a run must have been trained as study.yaml has it now; {', '.join(names)} in "
+        f"{by_name[names[0]].folder.parent} and {row} of the study have {told(texts)}; set it "
+        "back, in study.yaml or behind DIR, or move the folders away and train again"
+        for (row, texts), names in by_row.items()
+    ]
+
+
+def told(texts: Sequence[str]) -> str:
+    """A few of the differences in one line."""
+    more = len(texts) - _FEW
+    return "; ".join(texts[:_FEW]) + (f" and {more} more" if more > 0 else "")
