@@ -255,6 +255,25 @@ def get_recipe(name: str) -> GemmRecipe:
     )
 
 
+def split_label(text: str) -> tuple[str, str | None]:
+    """A recipe as command lines name it, RECIPE or RECIPE:DECODE -> (recipe, decode or None).
+
+    Whether there is such a recipe depends on the run, which may have recipes of its own.
+
+    Raises:
+        ConfigError: no name, or a decode that there is not.
+    """
+    name, colon, decode = text.partition(":")
+    if not name:
+        raise ConfigError(f"a recipe must have a name, as in nvfp4 or nvfp4_fast:fp8; got {text!r}")
+    if colon and decode not in DECODES:
+        raise ConfigError(
+            f"behind a recipe and a colon stands how it is decoded, one of {DECODES}; got {text!r}"
+            + _nearest(decode, DECODES)
+        )
+    return name, decode if colon else None
+
+
 def recipe_from_dict(data: Mapping[str, Any]) -> GemmRecipe:
     """A recipe written operand by operand, as in YAML.
 

@@ -17,6 +17,18 @@ def prepare() -> None:
     cpu_compat.enable()
 
 
+def recipe_settings(text: str) -> tuple[str, list[str]]:
+    """RECIPE[:DECODE][+KEY=VALUE...] -> the recipe, and `section.key=value` of its own.
+
+    Raises ConfigError for a label that does not read so; recipes and keys are the run's to check.
+    """
+    from fused_ops.recipe import split_label  # torch comes with it
+
+    named, *own = text.split("+")
+    recipe, decode = split_label(named)
+    return recipe, [*([f"precision.decode={decode}"] if decode else []), *own]
+
+
 def output_problems(option: str, path: Path | None) -> list[str]:
     """Why a file that is written at the end cannot be: asked before the work. Makes its folder."""
     if path is None:

@@ -34,8 +34,10 @@ from typing import Any
 
 import torch
 
+from fused_ops.errors import ConfigError
 from models.presets import get_preset
 from pretrain import cpu_compat
+from pretrain.command_line import recipe_settings, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
     cpu_compat.enable()
-    return Bench(options).run()
+    try:
+        bench = Bench(options)
+    except ConfigError as error:
+        return refused(error)
+    return bench.run()
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -242,13 +248,6 @@ class Bench:
             self.report(what, milliseconds / each, host / each, memory)
         if self.options.profile and self.world.size == 1 and not graph:
             profile(runs.work)
-
-
-def recipe_settings(text: str) -> tuple[str, list[str]]:
-    """RECIPE[:DECODE][+KEY=VALUE...] -> the recipe, and the settings of its own."""
-    named, *own = text.split("+")
-    recipe, _, decode = named.partition(":")
-    return recipe, [*([f"precision.decode={decode}"] if decode else []), *own]
 
 
 def label(text: str) -> str:

@@ -6,7 +6,8 @@ the GPU, and twice on the GPU with its GEMMs summed in other orders (two halves,
 BF16). Prints max and mean |difference of loss| between the devices beside the band, the larger of
 the two differences that the orders make. Without a GPU the orders are compared on the CPU alone.
 With `--keep FOLDER --text FILE` its runs stay in FOLDER and are not repeated: those of the CPU can
-be trained on another machine first (`--only-cpu`), and the losses of every step looked at.
+be trained on another machine first (`--only-cpu`), and the losses of every step looked at; those
+that were trained with other code than this are named.
 Exit status 1 if the devices lie further apart, in the mean, than three times the band, which is the
 rule of tools.parity; 2 for a mistake.
 """
@@ -29,7 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compare_devices", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--recipes", default="bf16,nvfp4,nvfp4_fast", help="RECIPE or RECIPE:fp8")
+    parser.add_argument(
+        "--recipes",
+        default="bf16,nvfp4,nvfp4_fast",
+        metavar="RECIPE[:DECODE][+KEY=VALUE...],...",
+        help="(%(default)s)",
+    )
     parser.add_argument("--pattern", default="M-*-", help="of the model (%(default)s)")
     parser.add_argument("--text", type=Path, help="JSON lines of tools.quickstart_text")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the runs; needs --text")
@@ -54,8 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
-    from pretrain.parity.devices import compare, cpu_losses, write_config
+    from pretrain.parity.devices import (
+        compare,
+        cpu_losses,
+        other_code,
+        problems_of,
+        run_file,
+        write_config,
+    )
 
+    recipes = [recipe.strip() for recipe in options.recipes.split(",")]
+    run = run_file(folder / "data", folder / "runs", options.pattern, options.steps)
+    if problems := problems_of(run, recipes):
+        raise ConfigError(problems)
     text = options.text
     if text is None:
         text = folder / "text.jsonl"
@@ -63,10 +80,11 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     elif not text.is_file():
         raise ConfigError(f"--text must be a file of tools.quickstart_text; {text} is none")
+    config = write_config(folder, text, options.pattern, options.steps)
     if options.only_cpu:
-        config = write_config(folder, text, options.pattern, options.steps)
-        for recipe in options.recipes.split(","):
-            cpu_losses(config, recipe.strip())
+        for recipe in recipes:
+            cpu_losses(config, recipe)
+            print("".join(f"{line}\n" for line in other_code(config, recipe, False)), end="")
         return 0
     gpu = torch.cuda.is_available()
     where = torch.cuda.get_device_name() if gpu else "no GPU: CPU against CPU in other orders"
@@ -75,11 +93,10 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
     print(
         f"{'recipe':14} {'first':>7} {'last':>7} {'max':>10} {'mean':>10} {'max':>10} {'mean':>10}"
     )
-    config = write_config(folder, text, options.pattern, options.steps)
     wrong = 0
-    for recipe in options.recipes.split(","):
+    for recipe in recipes:
         began = time.perf_counter()
-        found = compare(config, recipe.strip(), gpu)
+        found = compare(config, recipe, gpu)
         wrong += not found.is_within
         gaps = "".join(
             f" {'-':>10} {'-':>10}" if one is None else f" {one.largest:10.2e} {one.mean:10.2e}"
@@ -89,6 +106,8 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
         print(
             f"{found.recipe:14} {found.first:7.3f} {found.last:7.3f}{gaps}  "
             f"{time.perf_counter() - began:.0f} s{verdict}",
+            *(f"    {line}" for line in other_code(config, recipe, gpu)),
+            sep="\n",
             flush=True,
         )
     return 1 if wrong else 0

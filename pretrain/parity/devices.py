@@ -6,12 +6,14 @@ the same device gives when its GEMMs sum in another order (`pretrain.parity.orde
 the weights of one file, since a device draws random numbers of its own.
 """
 
+import copy
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,23 @@ import numpy as np
 import yaml
 
 from fused_ops.errors import ConfigError
+from pretrain.command_line import recipe_settings
+from pretrain.config import make_config
+from pretrain.config_file import apply_overrides, parse_overrides
 from pretrain.data.manifest import MANIFEST_NAME, Manifest
 from pretrain.data.writer import write_shard
+from pretrain.environment import ENVIRONMENT_FILE, sources_digest
 from pretrain.history import METRICS_FILE, read_metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 EOD, VOCAB = 256, 257
 MODEL = {
     "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2,
     "kv_channels": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "mamba_num_groups": 1,
     "mamba_state_dim": 32,
 }  # fmt: skip
+_DIGITS = 12
+"""Of a digest of the code, as other tools tell it."""
 ORDERS = (1, 2)
 """Seeds of other orders: the band is the larger of their differences from the plain one."""
 
@@ -92,7 +101,8 @@ def run_file(data: Path, runs: Path, pattern: str, steps: int) -> dict[str, Any]
         "data": {"train": str(data)},
         "train": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 8, "dtype": "bf16"},
         "optimizer": {
-            "lr": 2e-3, "min_lr": 2e-4, "warmup_steps": max(1, steps // 10), "schedule": "cosine",
+            "lr": 2e-3, "min_lr": 2e-4, "schedule": "cosine",
+            "warmup_steps": min(max(1, steps // 10), steps - 1),
         },
         "checkpoint": {"interval": 0},
         "log": {"progress": "none", "report": False},
@@ -162,9 +172,26 @@ def gap(one: Any, other: Any) -> Gap:
 
 
 def _settings(recipe: str) -> tuple[str, list[str]]:
-    name, _, decode = recipe.partition(":")
-    settings = [f"precision.recipe={name}", *([f"precision.decode={decode}"] if decode else [])]
-    return recipe.replace(":", "_"), settings
+    """A name for its folders, and its settings."""
+    name, own = recipe_settings(recipe)
+    return re.sub(r"[^\w.-]", "_", recipe), [f"precision.recipe={name}", *own]
+
+
+def problems_of(run: Mapping[str, Any], recipes: Sequence[str]) -> list[str]:
+    """What is wrong with a run of `run_file`, or its recipes, RECIPE[:DECODE][+KEY=VALUE...]."""
+    problems: list[str] = []
+    try:
+        make_config(run)
+    except ConfigError as error:
+        return error.problems
+    for recipe in recipes:
+        data = copy.deepcopy(dict(run))
+        try:
+            apply_overrides(data, parse_overrides(_settings(recipe)[1]))
+            make_config(data)
+        except ConfigError as error:
+            problems += [f"--recipes {recipe}: {problem}" for problem in error.problems]
+    return problems
 
 
 def cpu_losses(config: Path, recipe: str) -> Any:
@@ -178,7 +205,7 @@ def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
 
     Args:
         config: a run file of `run_file`, in the folder that holds its `runs`.
-        recipe: a name, and after a colon how Hopper decodes it.
+        recipe: a name, after a colon how Hopper decodes it, after each plus a setting.
         gpu: whether there is one; else the CPU is compared with itself.
     """
     label, overrides = _settings(recipe)
@@ -192,6 +219,22 @@ def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
     band = Gap(max(o.largest for o in others), max(o.mean for o in others))
     devices = gap(cpu, base) if gpu else None
     return Comparison(recipe, len(cpu), float(cpu[0]), float(cpu[-1]), devices, band)
+
+
+def other_code(config: Path, recipe: str, gpu: bool) -> list[str]:
+    """A sentence for each run that `compare` takes, was kept, and has other code than this."""
+    label, _ = _settings(recipe)
+    now, said, runs = sources_digest(ROOT)[:_DIGITS], [], config.parent / "runs"
+    places = {runs / f"{label}-cpu", *runs.glob(f"{label}-{'gpu' if gpu else 'cpu'}*")}
+    for place in sorted(places):
+        environment = _read_note(place / ENVIRONMENT_FILE) or {}
+        code = str((environment.get("code") or {}).get("sources", ""))[:_DIGITS]
+        if code != now and _read_losses(place / METRICS_FILE).size:
+            said.append(
+                f"{place.name} was trained with other code (sources {code or 'not recorded'}; this "
+                f"is {now}): remove {place} to train it again"
+            )
+    return said
 
 
 def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
@@ -223,5 +266,5 @@ def write_config(folder: Path, text: Path, pattern: str, steps: int) -> Path:
 def _read_note(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except ValueError:  # cut off as it was written
+    except (OSError, ValueError):  # not there, or cut off as it was written
         return None

@@ -5,6 +5,7 @@ import pytest
 
 from fused_ops.errors import ConfigError
 from models.config import ParallelConfig
+from pretrain.command_line import recipe_settings
 from tools import bench_train
 
 TINY = {
@@ -16,14 +17,25 @@ TINY = {
 
 def test_a_recipe_with_settings_of_its_own():
     text = "nvfp4_fast:fp8+precision.communicate=packed+precision.plan=nvfp4_paper"
-    recipe, own = bench_train.recipe_settings(text)
+    recipe, own = recipe_settings(text)
     assert recipe == "nvfp4_fast"
     assert own[0] == "precision.decode=fp8"
     config = bench_train.run_config("dense", recipe, own)
     precision = config.precision
     assert (precision.recipe, precision.decode) == ("nvfp4_fast", "fp8")
     assert (precision.communicate, precision.plan) == ("packed", "nvfp4_paper")
-    assert bench_train.recipe_settings("bf16") == ("bf16", [])
+    assert recipe_settings("bf16") == ("bf16", [])
+    for wrong, said in {
+        "": "must have a name",
+        ":fp8": "must have a name",
+        "nvfp4:": "one of",
+        "nvfp4:fp9": "did you mean 'fp8'",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            recipe_settings(wrong)
+    for wrong in ("nvfp4+", "nvfp4+packed"):
+        with pytest.raises(ConfigError, match=r"section\.key=value"):
+            bench_train.run_config("dense", *recipe_settings(wrong))
 
 
 def test_the_paper_s_model_is_the_preset():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
+from pretrain.environment import sources_digest
 from pretrain.parity import devices
-from pretrain.parity.devices import Comparison, Gap, gap, write_bytes
+from pretrain.parity.devices import ROOT, Comparison, Gap, gap, write_bytes
 from tools import compare_devices
 
 
@@ -114,6 +115,50 @@ def test_runs_that_are_kept_are_not_repeated(text, tmp_path, monkeypatch, capsys
     (second / "comparison.json").write_text('{"te')
     assert compare_devices.main([*options, str(second)]) == 2
     assert "keeps the runs of one comparison" in capsys.readouterr().err
+
+
+def test_kept_runs_of_other_code_are_named(text, tmp_path, monkeypatch, capsys):
+    """By the digest that a run records; one that names none is of other code, too."""
+    now = sources_digest(ROOT)
+
+    def train(command, **_):
+        config, name = Path(command[-5]), command[-2].removeprefix("run.name=")
+        place = Path(yaml.safe_load(config.read_text())["run"]["dir"]) / name
+        place.mkdir(parents=True)
+        (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 5.0}) + "\n")
+        code = {"commit": "abc", "sources": now}
+        (place / "environment.json").write_text(json.dumps({"code": code}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(devices.subprocess, "run", train)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    kept = tmp_path / "kept"
+    options = ["--steps", "1", "--recipes", "nvfp4_fast:fp8", "--text", str(text)]
+    options += ["--keep", str(kept)]
+    assert compare_devices.main(options) == 0
+    assert "other code" not in capsys.readouterr().out
+    place = kept / "runs/nvfp4_fast_fp8-cpu"
+    for code, said in (({"sources": "0123456789abcdef"}, "0123456789ab"), (None, "not recorded")):
+        (place / "environment.json").write_text(json.dumps({"code": code}))
+        for words in ([], ["--only-cpu"]):
+            assert compare_devices.main([*options, *words]) == 0
+            told = [line for line in capsys.readouterr().out.splitlines() if "other code" in line]
+            assert [line.strip() for line in told] == [
+                f"{place.name} was trained with other code (sources {said}; this is {now[:12]}): "
+                f"remove {place} to train it again"
+            ]
+
+
+def test_recipes_are_read_before_anything_is_trained(text, monkeypatch, capsys):
+    monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: pytest.fail("a run began"))
+    recipes = "bf16,nvfp5,nvfp4:fp9,,nvfp4+precision.communicat=packed"
+    assert compare_devices.main(["--text", str(text), "--recipes", recipes]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in said] == [
+        *("--recipes nvfp5", "--recipes nvfp4:fp9", "--recipes ", f"--recipes {recipes[-33:]}")
+    ]
+    assert compare_devices.main(["--text", str(text), "--pattern", "X-"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_run_without_all_losses_is_not_compared(text, tmp_path, monkeypatch, capsys):

@@ -6,8 +6,9 @@ import pytest
 from models.precision import model_shape
 from models.precision_plan import PrecisionPlan
 from models.throughput import DEVICES, elementwise_bytes, token_time, weight_seconds
+from pretrain.command_line import recipe_settings
 from pretrain.preflight import CONTEXT_BYTES, GIB, rank_memory
-from tools.bench_train import LENGTH, recipe_settings, run_config
+from tools.bench_train import LENGTH, run_config
 
 H200 = DEVICES["h200"]
 TP2 = "+parallel.tensor_model_parallel_size=2+parallel.sequence_parallel=true"

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, linear
 from fused_ops.main_grad import mark_zeroed
-from fused_ops.recipe import RECIPES, GemmRecipe
+from fused_ops.recipe import GemmRecipe, get_recipe, split_label
 from fused_ops.testing import assert_close
 from fused_ops.weight_codes import WeightCodes
 from tools.bench_ops.quantizers import median_us
@@ -29,8 +29,8 @@ CHECKED = (256, 512, 384)
 
 def recipe_of(label: str) -> GemmRecipe:
     """A recipe by name, or by NAME:DECODE."""
-    name, _, decode = label.partition(":")
-    return replace(RECIPES[name], decode=decode or "exact")
+    name, decode = split_label(label)
+    return replace(get_recipe(name), decode=decode or "exact")
 
 
 def layer(
