@@ -6,7 +6,8 @@ are reduced over the ranks that hold parts or copies of the layer, in one collec
 every history moves on. The histories decide the next step's codes, so checkpoints hold them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,30 @@ def _reduce(modules: Iterable[Any], groups: Sequence[dist.ProcessGroup]) -> None
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     for scaling, amax in zip(scalings, amaxes):
         scaling.history[0] = amax
+
+
+@contextlib.contextmanager
+def kept(modules: Modules, *, begin: bool = False) -> Iterator[None]:
+    """Inside, amaxes are noted for nothing: at the end all histories are as they were.
+
+    With `begin`, operands that had no history keep one whose scale is of what was noted.
+    """
+    before = {
+        (name, slot): scaling.state_dict()
+        for name, module in modules
+        for slot, scaling in module.delayed.items()
+    }
+    try:
+        yield
+    finally:
+        for name, module in modules:
+            for slot, scaling in list(module.delayed.items()):
+                if (name, slot) in before:
+                    scaling.load_state_dict(before[name, slot])
+                elif begin:
+                    scaling.update()
+                else:
+                    del module.delayed[slot]
 
 
 def state_dict(modules: Modules) -> dict[str, dict[str, Any]]:

@@ -190,6 +190,11 @@ class PrecisionPlan:
         """After the backward passes of a step: delayed scales move on, shared over `groups`."""
         delayed.end_step(self._bound, groups)
 
+    def scales_kept(self, *, begin: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Inside, delayed scales see passes that are no steps of the run, and end as they began;
+        with `begin`, operands without one get theirs from these passes."""
+        return delayed.kept(self._bound, begin=begin)
+
     @contextlib.contextmanager
     def instead(self, recipes: Mapping[str, GemmRecipe]) -> Iterator[None]:
         """Inside, linear layers have these recipes, and those not named keep the dtype of their
@@ -262,6 +267,10 @@ class PrecisionPlan:
             raise ConfigError(problems)
         self.boundaries = boundaries
         self.update(consumed)
+        self.load_scales(state)
+
+    def load_scales(self, state: Mapping[str, Any]) -> None:
+        """Of what `state_dict` gave, the delayed scales alone."""
         if self._state is not None:
             device = self._state.nonfinite.device
             delayed.load_state_dict(self._bound, state.get("delayed", {}), device)

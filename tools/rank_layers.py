@@ -54,7 +54,13 @@ def _rank(options: argparse.Namespace) -> int:
     from pretrain.config import load_config
     from pretrain.conversion.progress import Bar
     from pretrain.ranking import choose
-    from pretrain.ranking.measure import damage, each_alone, measure, quantized_modules
+    from pretrain.ranking.measure import (
+        begin_scales,
+        damage,
+        each_alone,
+        measure,
+        quantized_modules,
+    )
     from pretrain.ranking.opened import open_engine, read_batches
     from pretrain.ranking.plan import plan_section, write_plan
 
@@ -65,6 +71,7 @@ def _rank(options: argparse.Namespace) -> int:
     if not names:
         raise ConfigError("nothing is quantized by this run's precision; set precision.recipe")
     first, *others = read_batches(config, 1 + options.verify)
+    begin_scales(engine, first)
     exact = measure(engine, first, {})
     whole = damage(measure(engine, first, engine.plan.recipes()), exact)
     print(f"step {step}; {len(exact.losses)} samples; loss with 16-bit GEMMs {exact.loss:.4f}")

@@ -5,7 +5,8 @@
     gradient error    |g - g0| / |g0| of all weights together
     gradient bias     <g - g0, g0> / <g0, g0>: what the error does along the gradient itself
 
-Nothing is updated: forward and backward run with other recipes, and the plan's come back.
+Nothing is updated: forward and backward run with other recipes, and the plan's come back. Delayed
+scales (fp8_delayed) are the checkpoint's throughout.
 """
 
 import math
@@ -16,7 +17,7 @@ from functools import partial
 
 import torch
 
-from fused_ops.keys import GEMMS
+from fused_ops.keys import GEMMS, OPERANDS
 from fused_ops.recipe import RECIPES, GemmRecipe, is_quantized
 from pretrain.engine import Engine
 from pretrain.initialize import seed_everything
@@ -59,7 +60,7 @@ def measure(engine: Engine, micro_batches: Sequence[MicroBatch], recipes: Recipe
     seed_everything(engine.precision_state.seed)  # dropout, where there is some, drops the same
     for chunk in engine.chunks:
         chunk.zero_grad_buffer()
-    with engine.plan.instead(recipes):
+    with engine.plan.scales_kept(), engine.plan.instead(recipes):
         forward = partial(forward_step_by_sample, rows)
         run_schedule(engine, micro_batches, forward_only=False, forward=forward)
     gradients = [
@@ -70,6 +71,16 @@ def measure(engine: Engine, micro_batches: Sequence[MicroBatch], recipes: Recipe
     losses = {sample: loss / max(count, 1.0) for sample, loss, count in rows}
     engine.precision_state.nonfinite.zero_()
     return Measured(losses, gradients)
+
+
+def begin_scales(engine: Engine, micro_batches: Sequence[MicroBatch]) -> None:
+    """Gives operands of fp8_delayed that the checkpoint has no amax of the amax of these
+    micro-batches, as a run has one after its first step. All other scales stay."""
+    plan = engine.plan
+    specs = [r.spec(*name.split(".")) for r in set(plan.recipes().values()) for name in OPERANDS]
+    if any(spec.format == "fp8_delayed" for spec in specs):
+        with plan.scales_kept(begin=True):
+            run_schedule(engine, micro_batches, forward_only=False)
 
 
 def damage(found: Measured, exact: Measured) -> Damage:

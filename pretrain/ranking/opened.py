@@ -7,6 +7,8 @@ from pathlib import Path
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.io import load_json
+from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.state import load_sharded
 from pretrain.config import PretrainConfig
 from pretrain.data.dataset import open_dataset, open_validation
@@ -38,6 +40,7 @@ def open_engine(config: PretrainConfig, checkpoint: Path) -> tuple[Engine, int]:
     engine.optimizer.reload_model_params()
     engine.precision_state.weights_changed()
     engine.precision_state.set_step(found.step + 1)
+    engine.plan.load_scales(load_json(found.path / STATE)["extra"].get("precision", {}))
     return engine, found.step
 
 

@@ -9,7 +9,14 @@ from fused_ops.errors import ConfigError
 from models.gemms import GemmShape
 from pretrain.config import load_config, make_config, precision_plan
 from pretrain.ranking.choose import flops_of, last_layers, scores, verify, within_gap, within_share
-from pretrain.ranking.measure import Damage, damage, each_alone, measure, quantized_modules
+from pretrain.ranking.measure import (
+    Damage,
+    begin_scales,
+    damage,
+    each_alone,
+    measure,
+    quantized_modules,
+)
 from pretrain.ranking.opened import open_engine, read_batches
 from pretrain.ranking.plan import plan_section
 from pretrain.trainer import Trainer
@@ -79,6 +86,54 @@ def test_one_gemm_alone_touches_what_it_should(opened):
         assert found[name, "all"].gradient_error ** 2 == pytest.approx(parts, rel=0.5)
     fc1 = found["layers.1.mlp.linear_fc1", "all"].gradient_error
     assert fc1 > 3 * found["layers.3.mlp.linear_fc1", "all"].gradient_error, "mxfp8 there"
+
+
+def _scales(engine):
+    """{operand of a layer: (amax in use, the amaxes noted)} of all that are delayed."""
+    return {
+        (module.gemm_name, slot): (float(scaling.amax), float(scaling.history.abs().sum()))
+        for module in engine.chunks[0].modules()
+        for slot, scaling in getattr(module, "delayed", {}).items()
+    }
+
+
+def test_delayed_scales_are_the_run_s_and_stay(tmp_path):
+    """A run's own, in use at its end; without any, those of the first batch: not the scale 1."""
+    folder = make_toy(tmp_path)
+    delayed = toy_config(folder, "*-", train={"steps": 3}, precision={"recipe": "fp8_delayed"})
+    trainer = Trainer(make_config(delayed))
+    trainer.run()
+    wanted = _scales(trainer.engine)
+    assert len(wanted) == 4 * 5, "dgrad takes the codes of the forward's weight"
+    checkpoints = folder / "runs" / "toy" / "checkpoints"
+    config = make_config(delayed)
+    engine, _ = open_engine(config, checkpoints)
+    batch = read_batches(config, 1)[0]
+    assert _scales(engine) == wanted
+    begin_scales(engine, batch)
+    exact = measure(engine, batch, {})
+    own = damage(measure(engine, batch, engine.plan.recipes()), exact)
+    assert len(list(each_alone(engine, batch, exact, gemms=True))) == 16
+    assert _scales(engine) == wanted
+    plain = make_config({**delayed, "precision": {"recipe": "nvfp4"}, "run": {
+        **delayed["run"], "name": "plain"}})  # fmt: skip
+    Trainer(plain).run()
+    engine, _ = open_engine(config, folder / "runs" / "plain" / "checkpoints")
+    assert _scales(engine) == {}
+    unset = damage(measure(engine, batch, engine.plan.recipes()), measure(engine, batch, {}))
+    assert _scales(engine) == {}, "a measurement begins nothing"
+    begin_scales(engine, batch)
+    begun = _scales(engine)
+    assert begun.keys() == wanted.keys()
+    for module in engine.chunks[0].modules():
+        if getattr(module, "delayed", None):
+            amax, _ = begun[module.gemm_name, "fprop.w.0"]
+            assert amax == float(module.weight.abs().max())
+    found = damage(measure(engine, batch, engine.plan.recipes()), measure(engine, batch, {}))
+    assert _scales(engine) == begun
+    assert found.gradient_error != unset.gradient_error
+    assert 0.03 < own.gradient_error < 0.3, "8 bits: 4 bits have 0.2 to 0.6"
+    assert 0.03 < found.gradient_error < 0.3
 
 
 MODULES = [
