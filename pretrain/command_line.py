@@ -3,6 +3,7 @@
 
 import logging
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def output_problems(option: str, path: Path | None) -> list[str]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         return [f"{option} must be a file that can be written; got {path} ({reason})"]
+    return []
+
+
+def folder_problems(option: str, path: Path | None) -> list[str]:
+    """Why a folder that is written into at the end cannot be: asked before the work. Makes it."""
+    if path is None:
+        return []
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return [f"{option} must be a folder that can be written to; got {path} ({reason})"]
     return []
 
 

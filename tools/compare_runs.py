@@ -11,12 +11,13 @@ compare.png and compare.html (self-contained) into --output.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import folder_problems, prepare, refused
 
 REFERENCE = Path(__file__).resolve().parent.parent / "examples" / "study" / "reference"
 
@@ -54,6 +55,8 @@ def _compare(options: argparse.Namespace) -> int:
     from pretrain.comparison.reference import judge, read_references, write_reference
     from pretrain.comparison.summary import as_data, between_rows, ratios, summarize, table
 
+    output = Path(options.output)
+    _check(options, output)
     rows = load_rows(options.runs)
     base = base_row(rows, options.base)
     lines = summarize(rows, base, options.diverged)
@@ -66,8 +69,6 @@ def _compare(options: argparse.Namespace) -> int:
         references = read_references(folder)
         for row in others:
             said += judge(row, base, tokens_per_parameter(row), references)
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
     write_png(rows, base, output / "compare.png")
     write_html(rows, base, lines, said, output / "compare.html")
     if options.json:
@@ -82,6 +83,18 @@ def _compare(options: argparse.Namespace) -> int:
             path = write_reference(row, base, name, tokens_per_parameter(row), folder)
             print(path or f"{row.label}: no seed has finished, no reference written")
     return 0
+
+
+def _check(options: argparse.Namespace, output: Path) -> None:
+    problems = folder_problems("--output", output)
+    if options.write_reference:
+        problems += folder_problems("--write-reference", Path(options.write_reference))
+    if not 0 < options.diverged < math.inf:
+        problems.append(
+            f"--diverged must be a share above 0, as 0.1 for 10 %; got {options.diverged:g}"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pretrain.comparison.runs import Row
 from pretrain.config_file import encode
 
 FORMAT, VERSION = "nibble reference gaps", 1
+_SAME_LENGTH = 2.0
 # Of the section, what says how and where the same numbers are computed.
 _IGNORED = ("amax_scope", "check_finite", "backend", "communicate", "allow_reference")
 
@@ -81,6 +82,8 @@ def read_references(folder: Path) -> list[Reference]:
 def _reference(data: Mapping[str, Any]) -> Reference:
     if (data["format"], data["version"]) != (FORMAT, VERSION):
         raise ValueError(f"format {data['format']!r}, version {data['version']}")
+    if not 0 < float(data["tokens_per_parameter"]) < math.inf:
+        raise ValueError(f"tokens_per_parameter {data['tokens_per_parameter']!r}")
     last = [run["gaps"][-1] for run in data["runs"]]
     return Reference(
         name=str(data["name"]),
@@ -118,7 +121,7 @@ def write_reference(
         "name": name,
         "precision": precision_key(row.settings),
         "tokens_per_parameter": round(tokens_per_parameter, 2),
-        "source": f"{first.card}, commit {first.commit}",
+        "source": f"{first.card or 'card'}, commit {first.commit or 'not recorded'}",
         "runs": runs,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +140,8 @@ def judge(
     """Sentences: the row's final gap beside the references of the same precision, nearest first.
 
     Where a reference has several seeds, "as expected" means inside the 95 % interval in which the
-    mean of so many new seeds falls; where it has one, only the difference is told.
+    mean of so many new seeds falls; where it has one, or was trained more than twice or less than
+    half as long for its size (gaps grow with training), only the difference is told.
     """
     key = precision_key(row.settings)
     near = sorted(
@@ -153,13 +157,16 @@ def judge(
             continue
         with_gaps = [ref for ref in near if ref.gaps[forward]]
         label = f"{row.label} at {tokens_per_parameter:.3g} tokens a parameter"
-        said += [_sentence(label, forward, own, ref) for ref in with_gaps[:3]]
+        said += [_sentence(label, forward, own, ref, tokens_per_parameter) for ref in with_gaps[:3]]
     return said or [f"{row.label}: no seed has finished together with the base's"]
 
 
-def _sentence(label: str, forward: str, own: Interval, reference: Reference) -> str:
+def _sentence(
+    label: str, forward: str, own: Interval, reference: Reference, tokens_per_parameter: float
+) -> str:
     gaps, seeds = reference.gaps[forward], len(own.seeds)
     mean = statistics.fmean(gaps)
+    times = reference.tokens_per_parameter / tokens_per_parameter
     place = f"{reference.name} at {reference.tokens_per_parameter:g}"
     text = f"{label}, {forward} forward: {own.mean:+.2f} %; {place}: {mean:+.2f} %"
     if len(gaps) < 2:
@@ -168,4 +175,6 @@ def _sentence(label: str, forward: str, own: Interval, reference: Reference) -> 
     half = t95(len(gaps) - 1) * spread
     inside = abs(own.mean - mean) <= half
     verdict = "as expected" if inside else "larger" if own.mean > mean else "smaller"
+    if not 1 / _SAME_LENGTH <= times <= _SAME_LENGTH:
+        verdict = f"no verdict, it was trained {times:.2g} times as long for its size"
     return f"{text} +- {half:.2f} for {seeds} seeds: {verdict} ({reference.source})"

@@ -105,45 +105,60 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunData:
-    """Reads one run folder. Raises ConfigError where its configuration or losses are missing."""
+    """Reads one run folder. Raises ConfigError where its configuration or losses are missing, or
+    are not what `python -m pretrain` writes."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         flat = flatten(config)
         name, seed, steps = (flat[k] for k in ("run.name", "run.seed", "train.steps"))
-    except (OSError, yaml.YAMLError, KeyError, AttributeError) as error:
+        identity = {"name": str(name), "seed": int(seed), "steps": int(steps)}
+        identity["settings"] = trained_settings(config)
+    except (OSError, yaml.YAMLError, KeyError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{folder}/config.yaml must be a run's resolved configuration; it cannot be read "
             f"({type(error).__name__}); compare folders that `python -m pretrain` has written"
         ) from error
     rows = read_metrics(folder / METRICS_FILE)
-    training = [row for row in rows if "loss" in row]
-    if not training:
+    if not any("loss" in row for row in rows):
         raise ConfigError(f"{folder} must have trained at least one step; {METRICS_FILE} has none")
-    environment = _json(folder / ENVIRONMENT_FILE)
-    precision = _json(folder / "precision.json")
-    speeds = [row["tokens_per_s"] for row in training if "tokens_per_s" in row]
+    try:
+        return RunData(path=folder, **identity, **_metrics(rows), **_records(folder))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / METRICS_FILE} must hold numbers; it cannot be read ({error}); mend its "
+            "lines, or leave the run out"
+        ) from error
+
+
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the rows of metrics.jsonl say. Raises ValueError or TypeError for what is no number."""
+    training = [row for row in rows if "loss" in row]
+    speeds = [float(row["tokens_per_s"]) for row in training if "tokens_per_s" in row]
     memory = [float(row["memory_gib"]) for row in training if "memory_gib" in row]
-    table = {"rows": precision} if isinstance(precision, list) else precision
-    gpus = environment.get("gpus") if isinstance(environment, dict) else None
-    code = environment.get("code") if isinstance(environment, dict) else None
-    data = environment.get("data") if isinstance(environment, dict) else None
-    return RunData(
-        path=folder,
-        name=str(name),
-        seed=int(seed),
-        steps=int(steps),
-        settings=trained_settings(config),
-        losses=[(row["step"], float(row["loss"])) for row in training],
-        tokens={row["step"]: row["tokens"] for row in rows if "tokens" in row},
-        validation=_validation(rows),
+    return {
+        "losses": [(row["step"], float(row["loss"])) for row in training],
+        "tokens": {row["step"]: int(row["tokens"]) for row in rows if "tokens" in row},
+        "validation": _validation(rows),
         # The first steps compile and warm up.
-        tokens_per_s=statistics.median(speeds[len(speeds) // 10 :]) if speeds else None,
-        memory_gib=max(memory) if memory else None,
-        four_bit_share=four_bit_share(table) if isinstance(table, Mapping) else None,
-        card=_card(gpus, environment),
-        commit=_commit(code) if isinstance(code, Mapping) else "",
-        data=json.dumps(data, sort_keys=True) if data else "",
-    )
+        "tokens_per_s": statistics.median(speeds[len(speeds) // 10 :]) if speeds else None,
+        "memory_gib": max(memory) if memory else None,
+    }
+
+
+def _records(folder: Path) -> dict[str, Any]:
+    """What a run has written about its machine, code, data and precision; missing parts are
+    unknown."""
+    environment, precision = _json(folder / ENVIRONMENT_FILE), _json(folder / "precision.json")
+    if not isinstance(environment, Mapping):
+        environment = {}
+    table = {"rows": precision} if isinstance(precision, list) else precision
+    code, data = environment.get("code"), environment.get("data")
+    return {
+        "four_bit_share": four_bit_share(table) if isinstance(table, Mapping) else None,
+        "card": _card(environment.get("gpus"), environment),
+        "commit": _commit(code) if isinstance(code, Mapping) else "",
+        "data": json.dumps(data, sort_keys=True) if data else "",
+    }
 
 
 def trained_settings(config: Mapping[str, Any]) -> dict[str, Any]:

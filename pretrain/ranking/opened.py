@@ -59,7 +59,7 @@ def read_batches(config: PretrainConfig, count: int) -> list[Sequence[MicroBatch
     found: list[Sequence[MicroBatch]] = list(loader.batches(count))
     if len(found) < count:
         raise ConfigError(
-            f"{count} global batches of validation data are needed (--batches and --verify); there "
-            f"are {len(found)}; lower them, or train.global_batch_size"
+            f"{count} global batches of validation data are needed, one to rank on and --verify to "
+            f"judge on; there are {len(found)}; lower --verify, or train.global_batch_size"
         )
     return found

@@ -321,9 +321,14 @@ def test_references_come_back_and_judge(rows, tmp_path):
     assert judge(far, base, 5.0, [reference]) == [
         'far: no reference has its precision {"recipe": "mxfp4"}'
     ]
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"bad\.json must be"):
-        read_references(tmp_path)
+    for tokens, times in ((2.5, "2.1"), (11.0, "0.48")):
+        own, _ = judge(v1, base, tokens, [reference])
+        assert f"for 3 seeds: no verdict, it was trained {times} times as long" in own
+    endless = {**json.loads(path.read_text()), "tokens_per_parameter": 0}
+    for damaged in ({}, endless):
+        (tmp_path / "bad.json").write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match=r"bad\.json must be"):
+            read_references(tmp_path)
 
 
 def test_the_published_grid_ships():
@@ -360,3 +365,32 @@ def test_command_line(folder, tmp_path, capsys):
     assert {line["row"] for line in data["lines"]} == set(GAPS)
     assert main([str(folder), "--base", "x", *out]) == 2
     assert "error: --base" in capsys.readouterr().err
+    file = tmp_path / "compare.html"
+    wrong = ["--output", str(file), "--write-reference", str(file / "x"), "--diverged", "nan"]
+    assert main([str(folder), *wrong]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        said[0]
+        == f"error: --output must be a folder that can be written to; got {file} (file exists)"
+    )
+    assert [line.split()[1] for line in said] == ["--output", "--write-reference", "--diverged"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("metrics.jsonl", '{"step": 1, "loss": "abc"}\n', "could not convert string to float"),
+        ("metrics.jsonl", '{"step": 1, "loss": null}\n', "must hold numbers"),
+        ("metrics.jsonl", '{"step": 1, "val_loss": 2.0}\n', "at least one step"),
+        ("config.yaml", "run: {name: a, seed: b}\ntrain: {steps: 1}\n", "ValueError"),
+        ("config.yaml", "run: {name: a, seed: 1}\ntrain: {steps: 1}\nmodel:\n", "TypeError"),
+        ("config.yaml", "- 1\n", "AttributeError"),
+    ],
+)
+def test_a_damaged_run_is_named(tmp_path, capsys, file, text, said):
+    run = write_run(tmp_path, "a", 1, 0.0, "bf16")
+    (run / file).write_text(text)
+    assert main([str(run), "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert str(run) in error
+    assert said in error
