@@ -111,7 +111,7 @@ def read_run(folder: Path) -> RunData:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         flat = flatten(config)
         name, seed, steps = (flat[k] for k in ("run.name", "run.seed", "train.steps"))
-        identity = {"name": str(name), "seed": int(seed), "steps": int(steps)}
+        identity: dict[str, Any] = {"name": str(name), "seed": int(seed), "steps": int(steps)}
         identity["settings"] = trained_settings(config)
     except (OSError, yaml.YAMLError, KeyError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(

@@ -122,9 +122,10 @@ def test_kept_runs_of_other_code_are_named(text, tmp_path, monkeypatch, capsys):
     now = sources_digest(ROOT)
 
     def train(command, **_):
-        config, name = Path(command[-5]), command[-2].removeprefix("run.name=")
+        config = Path(next(word for word in command if word.endswith(".yaml")))
+        name = command[-2].removeprefix("run.name=")
         place = Path(yaml.safe_load(config.read_text())["run"]["dir"]) / name
-        place.mkdir(parents=True)
+        (place / "checkpoints").mkdir(parents=True)
         (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 5.0}) + "\n")
         code = {"commit": "abc", "sources": now}
         (place / "environment.json").write_text(json.dumps({"code": code}))
