@@ -261,7 +261,8 @@ def _same(operand: Operand) -> Operand:
 
 
 def _dgrad(call: LinearCall, dy: Tensor, qdy: Operand, weight: Tensor, expert: int = 0) -> Tensor:
-    qw: Operand | None = transposed_weight(call, weight, dy, expert)
+    # dY may be this rank's part alone: the form follows the tokens that are multiplied.
+    qw: Operand | None = transposed_weight(call, weight, dy, qdy.shape[0], expert)
     if qw is None:
         qw = weight_operand(call, "dgrad.w", weight, expert)
     observe(call, "dgrad.dy", dy, qdy)

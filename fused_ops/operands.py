@@ -339,18 +339,19 @@ def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0)
 
 
 def transposed_weight(
-    call: LinearCall, weight: Tensor, tokens: Tensor, expert: int = 0
+    call: LinearCall, weight: Tensor, dy: Tensor, tokens: int, expert: int = 0
 ) -> DecodedTensor | None:
     """The weight as "dgrad.w", decoded from the forward's codes for one product; None where codes
     of the transpose are needed.
 
     Args:
-        tokens: dY [tokens, out].
+        dy: the gradient of the output, for its dtype and device.
+        tokens: rows of the product.
     """
     outputs, inputs = weight.shape
     if not shares_codes(call.spec("fprop.w"), call.spec("dgrad.w")) or outputs % 16 or inputs % 16:
         return None
-    form = operand_form(call, "dgrad", tokens, (tokens.shape[0], inputs))
+    form = operand_form(call, "dgrad", dy, (tokens, inputs))
     if form == "codes":
         return None
     codes = _forward_codes(call, weight, expert)

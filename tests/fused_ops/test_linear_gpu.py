@@ -136,7 +136,7 @@ def test_dgrad_reads_the_forward_codes_as_their_transpose(decode):
     leaf = x.clone().requires_grad_()
     linear(leaf, w, call=call).backward(dy)
     assert set(call.weight_codes._entries) == {("fprop.w", 0)}, "one set of codes"
-    got = operands.transposed_weight(call, w, dy)
+    got = operands.transposed_weight(call, w, dy, len(dy))
     codes = operands.weight_operand(call, "dgrad.w", w)
     want = codes.decoded("bf16" if decode == "exact" else "fp8")
     assert got.shape == codes.shape == (192, 96)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fused_ops import operands
 from fused_ops.formats import OperandSpec
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, Runs, linear
@@ -66,6 +67,7 @@ OPTIONS = {
     "amaxes of shards": {"scope": "shard"},
     "parts of 248 tokens": {"seq": 248},
     "no tokens": {"seq": 0},
+    "a frozen weight, parts of 24 tokens": {"seq": 48, "frozen": True},
 }
 
 
@@ -99,7 +101,7 @@ def layer(recipe, kind, packed, dtype=torch.bfloat16, scope="layout_invariant", 
     )
     call = LinearCall(recipe=recipe, key=StreamKey(seed=3, layer=9), comm=comm, delayed={})
     x = x.to(dtype).contiguous().requires_grad_()
-    w = torch.nn.Parameter(w.to(dtype).contiguous())
+    w = torch.nn.Parameter(w.to(dtype).contiguous(), requires_grad=not sizes.get("frozen"))
     received, gather = [], dist.all_gather_into_tensor
 
     def counted(output, part, **options):
@@ -112,7 +114,8 @@ def layer(recipe, kind, packed, dtype=torch.bfloat16, scope="layout_invariant", 
         y.backward(dy.to(dtype))
     finally:
         dist.all_gather_into_tensor = gather
-    return (y.detach(), x.grad, w.grad), received
+    dw = torch.zeros(0) if sizes.get("frozen") else w.grad
+    return (y.detach(), x.grad, dw), received
 
 
 def both(name, kind, **options):
@@ -171,9 +174,24 @@ def exchanges(kind, packed):
     return seen
 
 
+def rows_that_choose_forms(packed):
+    """The rows by which a row layer with a frozen weight chooses the form of dgrad's operands."""
+    asked, before = [], operands.operand_form
+
+    def noted(call, gemm, x, rows):
+        asked.append((gemm, rows))
+        return before(call, gemm, x, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operands, "operand_form", noted)
+        layer(get_recipe("nvfp4"), "row", packed, seq=48, frozen=True)
+    return asked
+
+
 def two_ranks():
     dist.init_process_group("gloo")
     said = {(kind, packed): exchanges(kind, packed) for kind in KINDS for packed in (False, True)}
+    said["forms"] = {packed: rows_that_choose_forms(packed) for packed in (False, True)}
     for recipe in LAYERS:
         for kind in ("column", "row"):
             said[recipe.name, kind] = both(recipe.name, kind)
@@ -211,6 +229,15 @@ def test_what_moves_is_what_is_announced(said, recipe, kind):
     shape = GemmShape(name=name, position=0, symbol="-", k=IN, n=OUT)
     told = gathers([shape], {name: recipe}, ranks=2, tokens=SEQ * BATCH, element_size=2)
     assert (told.high, told.packed) == (sum(before), sum(after))
+
+
+def test_forms_do_not_depend_on_what_moves(said):
+    """FP8 cores take rows in multiples of 16: 48 tokens are, and 24 of a rank's part are not."""
+    for rank in said:
+        assert rank["forms"][False] == [("dgrad", (48, IN // 2))]
+        assert rank["forms"][True] == rank["forms"][False]
+    _, before, after = said[0]["a frozen weight, parts of 24 tokens", "row"]
+    assert sum(after) < sum(before), "codes moved"
 
 
 def test_exchanges_of_a_layer(said):
