@@ -6,6 +6,7 @@ dataclass lives beside what it configures. Here they are composed, read, checked
 overrides, frozen, and saved.
 """
 
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -298,8 +299,8 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
         return [
             "the number of processes must be a multiple of tensor_model_parallel_size * "
             f"pipeline_model_parallel_size * context_parallel_size = {tp} * {pp} * {cp} = "
-            f"{tp * pp * cp}; got {world}; start {above_and_below(world, tp * pp * cp)} with "
-            "torchrun, or change parallel"
+            f"{tp * pp * cp}; got {world}; {_start_instead(config, world)}",
+            *_micro_batch_problems(config),
         ]
     ranks, found = world // (tp * pp * cp), []
     virtual = parallel.virtual_pipeline_model_parallel_size
@@ -319,19 +320,49 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
     return found
 
 
-def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
+def _micro_batch_problems(config: PretrainConfig) -> list[str]:
+    """What is wrong with batch sizes whatever the number of data-parallel ranks is."""
+    size = config.train.micro_batch_size
+    return [
+        f"train.global_batch_size must be a multiple of train.micro_batch_size={size}; got {batch};"
+        f" the next one is {above_and_below(batch, size)}"
+        for batch in config.train.batch_sizes.sizes
+        if size > 0 and batch % size
+    ]
+
+
+def _expert_unit(config: PretrainConfig) -> int:
+    """Processes that hold one copy of all experts; 1 without experts."""
     parallel = config.parallel
-    unit = (
+    if "E" not in config.model.pattern:
+        return 1
+    return (
         parallel.expert_model_parallel_size
         * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
         * parallel.pipeline_model_parallel_size
     )
-    if world % unit == 0 or "E" not in config.model.pattern:
+
+
+def _start_instead(config: PretrainConfig, world: int) -> str:
+    """The nearest numbers of processes that dense layers and experts can both be laid over."""
+    parallel = config.parallel
+    dense = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+    near = above_and_below(world, math.lcm(dense, _expert_unit(config)))
+    return f"start {near} with torchrun, or change parallel"
+
+
+def _expert_problems(config: PretrainConfig, world: int) -> list[str]:
+    unit = _expert_unit(config)
+    if world % unit == 0:
         return []
     return [
         "the number of processes must be a multiple of expert_model_parallel_size * "
-        f"expert_tensor_parallel_size * pipeline_model_parallel_size = {unit}; got {world}; start "
-        f"{above_and_below(world, unit)} with torchrun, or change parallel"
+        f"expert_tensor_parallel_size * pipeline_model_parallel_size = {unit}; got {world}; "
+        f"{_start_instead(config, world)}"
     ]
 
 

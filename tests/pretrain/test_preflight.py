@@ -139,6 +139,25 @@ def test_every_problem_at_once_with_its_remedy(run_file):
     assert found.memory == []
 
 
+def test_one_number_of_processes_is_named_for_dense_layers_and_experts(run_file):
+    """16 hold a copy of the dense layers, 24 one of the experts: 48 is a multiple of both."""
+    path = run_file(
+        model={"preset": "nemotron3-nano-30b-a3b", "megatron": {"num_moe_experts": 129}},
+        parallel={
+            "tensor_model_parallel_size": 4,
+            "pipeline_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 3,
+        },
+        train={"micro_batch_size": 2, "global_batch_size": 7},
+    )
+    text = "\n".join(preflight(path, [], H200, 50).problems)
+    assert text.count("got 50; start 96, the one before 48 with torchrun") == 2
+    assert "multiple of train.micro_batch_size=2; got 7; the next one is 8, the one before" in text
+    exact = preflight(path, ["train.global_batch_size=6"], H200, 48).problems
+    assert exact == [], exact
+
+
 @pytest.mark.parametrize(
     ("sections", "world", "said"),
     [
