@@ -51,7 +51,7 @@ def shape_problems(pattern: Pattern, values: dict[str, Any], *, rotary: bool) ->
         problems += _attention(pattern, values, rotary)
     if pattern.has("E"):
         problems += _router(values) + _biases(values)
-    return problems
+    return problems + _recomputed_predictions(pattern, values)
 
 
 def feed_forward_width(values: dict[str, Any]) -> int:
@@ -79,6 +79,18 @@ def _needed(pattern: Pattern, values: dict[str, Any]) -> list[str]:
             "experts; add E layers or remove it"
         )
     return problems
+
+
+def _recomputed_predictions(pattern: Pattern, values: dict[str, Any]) -> list[str]:
+    """megatron-core recomputes the layers of multi-token prediction one by one, or stops."""
+    together = values.get("recompute_num_layers") or 1
+    if not pattern.mtp_depths or values.get("recompute_method") != "uniform" or together == 1:
+        return []
+    return [
+        f"model.megatron.recompute_num_layers {together} with recompute_method uniform does not go "
+        f"with multi-token prediction (after '/' in model.pattern); set it to 1, or "
+        "recompute_method to block, which leaves prediction layers as they are"
+    ]
 
 
 def _attention(pattern: Pattern, values: dict[str, Any], rotary: bool) -> list[str]:

@@ -15,6 +15,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from fused_ops.errors import ConfigError
 from fused_ops.mamba2_scan.self_check import LENGTH, scan_problem
@@ -60,6 +63,7 @@ class Engine:
 def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engine:
     """The engine of a run, at step 0. `vocab_size` is the data's, where the config names none."""
     train, parallel = config.train, config.parallel
+    _forget_losses()
     seed_everything(config.run.seed)
     engine_config = transformer_config(
         config.model,
@@ -106,6 +110,14 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
         seq_length=config.model.seq_length,
         micro_batch_size=train.micro_batch_size,
     )
+
+
+def _forget_losses() -> None:
+    """megatron-core's logs of auxiliary losses are of the process, and as long as its first model
+    is deep: a deeper one after it would write beyond their end."""
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossLoggingHelper.tracker = {}
 
 
 def _check_scan(config: PretrainConfig, engine_config: TransformerConfig, world: World) -> None:

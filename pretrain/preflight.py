@@ -314,7 +314,8 @@ def _isolation_notes(config: PretrainConfig, plan: PrecisionPlan) -> list[str]:
     return [
         f"data.isolate_documents: {', '.join(coupled)} scale activations by the largest of all "
         "tokens, so a document's codes depend on its neighbours (attention, Mamba states and the "
-        "convolution do not); bf16, mxfp8, nvfp4_pow2 and row-scaled NVFP4 keep them apart bitwise"
+        "convolution do not); bf16, mxfp8, row-scaled NVFP4, and nvfp4_pow2 while no block lies "
+        "2^14 below the largest of its tensor, keep them apart bitwise"
     ]
 
 

@@ -71,7 +71,8 @@ class DataConfig:
 
     isolate_documents: bool = False
     """Attention, Mamba state, its convolution and multi-token prediction do not cross a document
-    boundary (batches carry cu_seqlens)."""
+    boundary (batches carry cu_seqlens). Formats with one scale for a tensor still let a document's
+    codes depend on its neighbours; `tools.preflight` names them."""
 
     reset_position_ids: bool = False
     """Positions count from 0 again at each document start."""

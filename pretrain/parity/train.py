@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from fused_ops.mamba2_scan import prefer
 from models.config import ParallelConfig
@@ -51,10 +48,6 @@ def build(case: Case, layout: Layout, device: str) -> Engine:
     if device == "cuda":
         prefer("reference")  # kernels of the scan that processes tune by themselves do not agree
     world = _world(config.parallel, device)
-    # megatron-core's logs of losses are process-global and sized by the first model.
-    destroy_moe_metrics_tracker()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    MTPLossLoggingHelper.tracker = {}
     return build_engine(config, world, VOCAB)
 
 

@@ -23,6 +23,7 @@ from tests.models import toy
 from tests.models.toy import megatron_fields
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SCALING = {"type": "linear", "factor": 4.0}
 
 
@@ -296,6 +297,7 @@ def test_stages():
         ("*", {"hidden_size": 66}, {}, "set kv_channels, such as 16"),
         ("*", {"softmax_type": "off-by-one"}, {}, "'off-by-one' is not built"),
         ("*", {"window_size": [3, 2]}, {}, "use [3, 0]"),
+        ("*/*", FULL | {"recompute_num_layers": 2}, {}, "does not go with multi-token prediction"),
     ],
 )
 def test_layouts_that_cannot_work(pattern, changes, layout, says):

@@ -74,6 +74,35 @@ def test_the_bias_counts_in_fp32_and_moves_by_its_rate():
     assert moved.abs().max() == 0.25
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ],
+    ids=["plain", "full", "selective"],
+)
+def test_the_bias_counts_a_token_of_training_once_and_none_of_an_evaluation(recompute):
+    """Batches of training have no padding; those of an evaluation may, and move no bias."""
+    fields = SIGMOID | {"moe_router_enable_expert_bias": True}
+    chunk, layer, _ = layer_of(**fields, **recompute)
+    counts = layer.router.local_tokens_per_expert
+    chosen = []
+    hook = layer.router.register_forward_hook(lambda *seen: chosen.append(seen[2][1].sum(0)))
+    with torch.no_grad():
+        toy.loss_of(chunk)
+    hook.remove()
+    assert counts.tolist() == [0.0] * 4
+    toy.loss_of(chunk).mean().backward()
+    assert counts.tolist() == chosen[0].tolist()
+    assert counts.sum() == 2 * toy.SEQ * 2
+
+
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "z_loss"])
 def test_auxiliary_losses_reach_the_router_in_proportion(kind):
     gradients = {}

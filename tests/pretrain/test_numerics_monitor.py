@@ -105,6 +105,36 @@ class _Run:
         return numerics_rows(1, watch, watch.reduced(), recipes)
 
 
+RECOMPUTE = {
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+}
+
+
+def test_recomputed_layers_are_logged_as_they_are_without(folder):
+    """A router and a GEMM that compute twice are no busier and no noisier for it."""
+    settings = {"train": {"dtype": "bf16"}, "precision": {"recipe": "nvfp4"}}
+
+    def figures(**fields):
+        megatron = toy_config(folder, "*-E")["model"]["megatron"] | fields
+        run = _Run(folder, "*-E", model={"megatron": megatron}, **settings)
+        rows = run.rows()
+        assert any("router" in row for row in rows)
+        loads = [row["load"] for row in rows if "router" in row]
+        return flat_figures(rows), loads
+
+    plain, loads = figures()
+    assert len(plain) > 100
+    for fields in RECOMPUTE.values():
+        again, same = figures(**fields)
+        assert same == loads
+        assert again == pytest.approx(plain, rel=1e-9, abs=1e-12)
+
+
 def _mean(rows, operand, figure):
     return sum(row[operand][figure] for row in rows) / len(rows)
 

@@ -167,6 +167,16 @@ def test_two_runs_are_bitwise_equal(folder):
     assert _same(second.weights(), weights)
 
 
+def test_a_deeper_model_is_trained_after_another_one(folder):
+    """megatron-core keeps losses of routers and predictions by layer, for the whole process."""
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+    found = []
+    for pattern in ("E/-", "*-*E/-/-", "E/-"):
+        megatron = toy_config(folder, pattern)["model"]["megatron"] | losses
+        found.append(_Run(folder, pattern, model={"megatron": megatron}).steps(1)[0].loss)
+    assert found[0] == found[2] != found[1]
+
+
 def test_evaluation_leaves_no_trace(folder):
     settings = {
         "model": {"megatron": {**toy_config(folder)["model"]["megatron"], "hidden_dropout": 0.1}},
