@@ -14,7 +14,7 @@ from pydantic_core import ArgsKwargs
 
 from fused_ops.errors import ConfigError
 from models.config_checks import layout_problems
-from models.megatron_fields import read_megatron
+from models.megatron_fields import field_names, read_megatron
 from models.pattern import Pattern, parse_pattern, pattern_problems, stage_problems
 from models.presets import get_preset, merge_preset
 from models.rotary import RopeScaling, note_concentration
@@ -52,7 +52,7 @@ class ModelConfig:
     """Whether the output layer uses the embedding's weight."""
     init_std: float | None = None
     """Standard deviation of initial weights; None takes megatron-core's 0.02."""
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(default_factory=dict, metadata={"keys": field_names})
     """Any further field of megatron-core's TransformerConfig, such as hidden_size."""
 
     @model_validator(mode="before")

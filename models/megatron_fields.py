@@ -136,6 +136,26 @@ _HALF_DONE = ("use_mup", "mup_")
 _CUDA_GRAPHS = "cuda_graph_"
 
 
+# Keys of the `model` section itself that are no fields of megatron-core's config.
+_OF_MODEL = (
+    "preset",
+    "pattern",
+    "seq_length",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "position_embedding",
+    "rope_scaling",
+    "qk_norm_over",
+    "tie_embeddings",
+    "init_std",
+)
+
+
+def field_names() -> set[str]:
+    """Names of megatron-core's fields, whether they can be set here or not."""
+    return {f.name for f in dataclasses.fields(MLATransformerConfig)}
+
+
 def read_megatron(
     given: dict[str, Any], *, multi_latent: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
@@ -169,8 +189,11 @@ def _name_problem(key: str, value: Any, names: set[str], multi_latent: bool) -> 
         return None if value else f"{where} is always true: the experts of a layer are one GEMM"
     if key in _ELSEWHERE:
         return f"{where} is not set here: {_ELSEWHERE[key]}"
+    if key in _OF_MODEL:
+        return f"{where} is not set here: set model.{key}"
     if key not in names:
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        built = [name for name in names if not name.startswith(_HALF_DONE)]
+        near = difflib.get_close_matches(key, built, n=1, cutoff=0.5)
         return f"{where} is no field of megatron-core's {_kind(multi_latent).__name__}" + (
             f"; did you mean {near[0]}?" if near else ""
         )

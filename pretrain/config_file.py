@@ -263,7 +263,9 @@ def _explain(kind: Any, detail: ErrorDetails) -> list[str]:
     given = MASK if steps and is_secret_name(steps[-1]) else detail["input"]
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         valid = _field_names(kind, steps[:-1])
-        near = difflib.get_close_matches(steps[-1], valid, n=1, cutoff=0.0)
+        near = _abbreviated(steps[-1], valid) or difflib.get_close_matches(
+            steps[-1], valid, n=1, cutoff=0.0
+        )
         prefix = "".join(f"{s}." for s in steps[:-1])
         also = _elsewhere(kind, steps[-1])
         hint = f"did you mean {prefix}{near[0]}" if near else "remove it"
@@ -284,21 +286,39 @@ def _close(word: str, near: list[str]) -> bool:
     return bool(near) and difflib.SequenceMatcher(None, word, near[0]).ratio() > 0.6
 
 
+def _abbreviated(word: str, names: Sequence[str]) -> list[str]:
+    """The first name that a word of a few letters stands for: tp, tensor_model_parallel_size."""
+    for name in names:
+        initials = iter([part[:1] for part in name.split("_")])
+        if len(word) <= 4 and word[:1] == name[:1] and all(c in initials for c in word):
+            return [name]
+    return []
+
+
 def _elsewhere(kind: Any, name: str) -> list[str]:
-    """Where a setting of this name does exist: the top, or some section."""
-    return [
-        f"{section}.{name}"
-        for section in _field_names(kind, [])
-        if name in _field_names(kind, [section])
-    ]
+    """Where a setting of this name does exist: some section, or a mapping in one whose keys are
+    known (`keys` of its field's metadata)."""
+    named, keyed = [], []
+    for section in _field_names(kind, []):
+        for field in _section_fields(kind, [section]):
+            keys = field.metadata.get("keys")
+            if field.name == name:
+                named.append(f"{section}.{name}")
+            elif keys is not None and name in keys():
+                keyed.append(f"{section}.{field.name}.{name}")
+    return named or keyed
 
 
 def _field_names(kind: Any, steps: Sequence[str]) -> list[str]:
     """Names of the settings at a place in nested dataclasses; list indexes and union tags pass."""
+    return [field.name for field in _section_fields(kind, steps)]
+
+
+def _section_fields(kind: Any, steps: Sequence[str]) -> list[dataclasses.Field[Any]]:
     kinds = [kind]
     for step in steps:
         kinds = [part for k in kinds for part in _member(k, step)] or kinds
-    return [field.name for k in kinds if dataclasses.is_dataclass(k) for field in _fields(k)]
+    return [field for k in kinds if dataclasses.is_dataclass(k) for field in _fields(k)]
 
 
 def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:

@@ -91,6 +91,13 @@ def test_strings_become_values_of_the_right_type():
     assert torch.equal(relu(torch.tensor([-2.0, 3.0])), torch.tensor([0.0, 9.0]))
 
 
+def test_keys_of_the_model_section_are_sent_there():
+    fields = {f.name for f in dataclasses.fields(ModelConfig)} - {"megatron"}
+    found = {name: read_megatron({name: 1})[1] for name in fields}
+    for name, problems in found.items():
+        only(problems, f"model.megatron.{name}", f"set model.{name}")
+
+
 def test_unknown_key_names_the_nearest():
     problems = model_problems(model(hiden_size=3), ParallelConfig())
     only(problems, "model.megatron.hiden_size", "did you mean hidden_size?")

@@ -87,6 +87,29 @@ def test_problems_of_all_sections_together(tmp_path):
         assert part in text, f"{part!r} not in\n{text}"
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ("model", "hidden_size", "model.megatron.hidden_size"),
+        ("train", "num_attention_heads", "model.megatron.num_attention_heads"),
+        ("model", "sequence_parallel", "parallel.sequence_parallel"),
+        ("parallel", "tp", "parallel.tensor_model_parallel_size"),
+        ("parallel", "pp", "parallel.pipeline_model_parallel_size"),
+        ("parallel", "vpp", "parallel.virtual_pipeline_model_parallel_size"),
+        ("parallel", "ep", "parallel.expert_model_parallel_size"),
+        ("parallel", "etp", "parallel.expert_tensor_parallel_size"),
+        ("train", "gbs", "train.global_batch_size"),
+    ],
+)
+def test_a_key_of_another_place_or_in_short_names_the_one_that_is_meant(
+    section, key, meant, tmp_path
+):
+    data = toy_config(tmp_path)
+    data[section] = data.get(section, {}) | {key: 2}
+    said = next(text for text in _problems(data) if text.startswith(f"{section}.{key} is"))
+    assert said.endswith(f"did you mean {meant}")
+
+
 def test_precision_is_checked_before_anything_is_built(tmp_path):
     problems = _problems(toy_config(tmp_path, precision={"recipe": "nvfp5"}))
     assert any("nvfp5" in problem for problem in problems)
