@@ -247,14 +247,8 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
     assert config is not None, "an estimate needs a run"
     assert device is not None, "an estimate needs a GPU"
     parallel, train = config.parallel, config.train
-    shape = ModelShape(
-        pattern=parse_text(config),
-        config=transformer_config(config.model, parallel, params_dtype=train.torch_dtype),
-        vocab_size=padded_vocab_size(config.model, vocab or 0),
-        seq_length=config.model.seq_length,
-        tie_embeddings=config.model.tie_embeddings,
-    )
-    plan = PrecisionPlan(config.precision, shape, train.total_samples)
+    plan = plan_of(config, vocab)
+    shape = plan.shape
     result.shape, result.parameters = shape, count_parameters(shape)
     result.flops = sum(flops_per_token(shape).values())
     result.notes += plan.notes() + _isolation_notes(config, plan) + _capacity_notes(config)
@@ -284,6 +278,20 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
             f"a rank needs {largest / GIB:.1f} GiB and a {device.name} has {device.memory:.0f}; "
             + _smaller(config)
         )
+
+
+def plan_of(config: PretrainConfig, vocab: int | None) -> PrecisionPlan:
+    """The precision of every GEMM of the run, in its layout; None: without embedding and head."""
+    shape = ModelShape(
+        pattern=parse_text(config),
+        config=transformer_config(
+            config.model, config.parallel, params_dtype=config.train.torch_dtype
+        ),
+        vocab_size=padded_vocab_size(config.model, vocab or 0),
+        seq_length=config.model.seq_length,
+        tie_embeddings=config.model.tie_embeddings,
+    )
+    return PrecisionPlan(config.precision, shape, config.train.total_samples)
 
 
 def _smaller(config: PretrainConfig) -> str:

@@ -14,6 +14,8 @@ narrowest, and shows a wrong amax or a wrong coordinate of the dither that BF16 
 
 Differences of losses and norms are relative, that of a weight is relative to the largest of its
 tensor; "updates" compares the changes of tensors by their root mean square, the mean over tensors.
+Under a row out of bound stands which blocks of its recipe the layout cuts, if it does: those codes
+cannot be those of one process, and `tools.preflight` says so of a run.
 Exit status 1 if one is out of bound or fails, 2 for a mistake on the command line.
 """
 
@@ -95,11 +97,11 @@ def _report(options: argparse.Namespace) -> int:
     print(
         _line("layout", "pattern", "recipe", "loss", "grad norm", "weights", "updates", "bound", "")
     )
-    began, wrong, passed, names = time.perf_counter(), 0, set(), set()
+    began, wrong, passed, names = time.perf_counter(), [], set(), set()
     said: set[str] = set()  # what one rank said is the reason of many rows
     for row in run(plan):
         names.add(row.layout.name)
-        wrong += not row.passes and not row.refused
+        wrong += [] if row.passes or row.refused else [row.layout.name]
         passed |= {row.layout.name} if row.passes else set()
         for line in _lines(row):
             if line not in said:
@@ -109,8 +111,10 @@ def _report(options: argparse.Namespace) -> int:
     missing = sorted(names - passed)
     if missing:
         print(f"no passing row: {', '.join(missing)}")
+    if wrong:
+        print(f"{len(wrong)} rows out of bound or failed: {', '.join(sorted(set(wrong)))}")
     print(
-        f"{len(passed)} of {len(names)} layouts agree with one process, "
+        f"{len(passed.difference(wrong))} of {len(names)} layouts agree with one process, "
         f"{time.perf_counter() - began:.0f} s"
     )
     return 1 if wrong or missing else 0
@@ -140,7 +144,8 @@ def _lines(row) -> list[str]:  # noqa: ANN001 (pretrain is imported after cpu_co
     limits = " ".join(f"{getattr(bound, name):.1e}" for name in names) + f" ({row.band})"
     over = found.exceeds(bound)
     verdict = "ok" if not over else f"OUT OF BOUND: {', '.join(over)} (worst: {found.worst})"
-    return [_line(*head, *figures, limits, verdict)]
+    why = [f"{'':16} {row.note}"] if over and row.note else []
+    return [_line(*head, *figures, limits, verdict), *why]
 
 
 def _line(*cells: str) -> str:

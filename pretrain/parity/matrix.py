@@ -17,7 +17,7 @@ from pretrain.engine import Engine
 from pretrain.parity.layouts import Layout, parse_layout, shares_experts_over_samples
 from pretrain.parity.orders import summed_in_halves
 from pretrain.parity.ranks import Ranks, RanksFailed
-from pretrain.parity.toy import SAMPLES, Case, read_case, run_config
+from pretrain.parity.toy import SAMPLES, VOCAB, Case, read_case, run_config
 from pretrain.parity.train import (
     IN_ORDER,
     ONE_PROCESS,
@@ -27,6 +27,7 @@ from pretrain.parity.train import (
     train,
     weights_of,
 )
+from pretrain.preflight import plan_of
 
 FIGURES = ("loss", "grad_norm", "weight", "update")
 FP32_BOUNDS = {"loss": 1e-5, "grad_norm": 1e-5, "weight": 1e-5, "update": 1e-4}
@@ -72,6 +73,8 @@ class Row:
     """Why the pattern or the recipe cannot have this layout: refused before anything starts."""
     failed: str = ""
     """What a rank said when it should have trained."""
+    note: str = ""
+    """Blocks of the recipe that this layout cuts: its codes cannot be those of one process."""
 
     @property
     def passes(self) -> bool:
@@ -137,6 +140,12 @@ def refusal(case: Case, layout: Layout, gpus: int) -> str:
     except ConfigError as error:
         return "; ".join(error.problems)
     return "; ".join(layout_start_problems(config, layout.processes))
+
+
+def cut_blocks(case: Case, layout: Layout) -> str:
+    """What `tools.preflight` would note of blocks that lie across ranks, or nothing."""
+    notes = plan_of(run_config(case, layout), VOCAB).notes()
+    return next((note for note in notes if "not those of one process" in note), "")
 
 
 def run(plan: Plan) -> Iterator[Row]:
@@ -351,4 +360,5 @@ def _rows(
             reader = case, build(case, ONE_PROCESS, plan.device)
         bound, kind = bound_of(case, layout, references[case].bands)
         found = compare(references[case], trajectory, weights_of(case, reader[1], place))
-        yield Row(case=case, layout=layout, difference=found, bound=bound, band=kind)
+        note = cut_blocks(case, layout)
+        yield Row(case=case, layout=layout, difference=found, bound=bound, band=kind, note=note)

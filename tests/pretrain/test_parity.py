@@ -19,7 +19,15 @@ from pretrain.parity.layouts import (
     parse_layout,
     shares_experts_over_samples,
 )
-from pretrain.parity.matrix import FIGURES, FP32_BOUNDS, Difference, Plan, refusal, run
+from pretrain.parity.matrix import (
+    FIGURES,
+    FP32_BOUNDS,
+    Difference,
+    Plan,
+    cut_blocks,
+    refusal,
+    run,
+)
 from pretrain.parity.orders import summed_in_halves
 from pretrain.parity.toy import SAMPLES, micro_batches, read_case
 from pretrain.parity.train import IN_ORDER, Trajectory
@@ -135,6 +143,16 @@ def test_refusals_come_before_anything_starts():
     assert refusal(experts, parse_layout("tp2sp"), 0) == ""
     with pytest.raises(ConfigError, match="nvfp4"):
         list(run(Plan(layouts=["tp2"], patterns=["*-"], recipes=["nvfp5"])))
+
+
+def test_blocks_that_a_layout_cuts_are_named():
+    """128 rows of the toy's queries, keys and values are one block of FP8, and not two."""
+    blocks = read_case("*-", "fp8_blockwise:fp32", 1)
+    assert "linear_qkv: dgrad contracts 128 over 2 ranks" in cut_blocks(blocks, parse_layout("tp2"))
+    assert cut_blocks(blocks, parse_layout("pp2")) == ""
+    assert cut_blocks(read_case("*-", "nvfp4", 1), parse_layout("tp2")) == ""
+    wide = read_case("*-", "nvfp4_v2:fp32", 1)
+    assert "pieces of 16 tokens a sequence" in cut_blocks(wide, parse_layout("cp2"))
 
 
 def test_what_did_not_come_in_time_is_said(tmp_path):

@@ -42,6 +42,18 @@ def test_out_of_bound_is_exit_status_1(answer, capsys):
     assert "no passing row: ep2" in text
 
 
+def test_a_layout_with_one_row_out_of_bound_does_not_agree(answer, capsys):
+    """And under the row stands what the layout cannot keep."""
+    cut = "linear_qkv: dgrad contracts 128 over 2 ranks, no multiple of 128 each"
+    answer(row("tp2sp", 2e-4), row("tp2sp", 5e-2, note=cut), row("dp2", 2e-4, note="unsaid"))
+    assert parity.main([]) == 1
+    text = capsys.readouterr().out
+    assert "1 rows out of bound or failed: tp2sp\n1 of 2 layouts agree" in text
+    assert f"\n{'':16} {cut}\n" in text
+    assert "unsaid" not in text
+    assert "no passing row" not in text
+
+
 def test_a_failure_is_exit_status_1_and_its_reason_is_said_once(answer, capsys):
     failed = {"difference": None, "failed": "rank 0 of 2:\n  it broke"}
     answer(row("tp2sp", 0.0, **failed), row("ep2", 0.0, **failed))
