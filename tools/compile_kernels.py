@@ -232,6 +232,9 @@ def _rotated_amaxes() -> list[Variant]:
     ]  # fmt: skip
 
 
+_KEYS = ("R_KEY_ON_DEVICE", "C_KEY_ON_DEVICE")
+
+
 def _pairs() -> list[Variant]:
     """Quantizers along both axes, and from codes: of nvfp4 and of nvfp4_fast."""
     from fused_ops.quantize.triton_launch import FP8_TILE, PAIR_TILE
@@ -249,7 +252,7 @@ def _pairs() -> list[Variant]:
         "nvfp4_fast x": side("R_", FORM=1, SHIFT=2, **four) | side("C_", POW2=True, CHOICE=1),
         "nvfp4_fast dy": side("R_", **fast) | side("C_", **fast),
     }
-    tile = {"BLOCKS": PAIR_TILE["blocks"], "WORDS": PAIR_TILE["words"], "ROWS": PAIR_TILE["rows"]}
+    tile = {name.upper(): PAIR_TILE[name] for name in ("blocks", "words", "rows")}
     pointers = {
         f"{side}_{name}_ptr": kind
         for side in "rc"
@@ -261,8 +264,7 @@ def _pairs() -> list[Variant]:
     found = [
         Variant(
             "quantize_pair", label + (", key on the device" if on_device else ""),
-            constants | tile
-            | {"C_HADAMARD": True, "R_KEY_ON_DEVICE": on_device, "C_KEY_ON_DEVICE": on_device},
+            constants | tile | dict.fromkeys(_KEYS, on_device) | {"C_HADAMARD": True},
             PAIR_TILE["warps"], pointers,
         )
         for label, constants in pairs.items()
@@ -375,13 +377,10 @@ def _grouped_quantizers() -> list[Variant]:
     for pair in _pairs():
         if pair.kernel != "quantize_pair" or pair.constants["R_KEY_ON_DEVICE"]:
             continue
-        unknown = ("BLOCKS", "R_KEY_ON_DEVICE", "C_KEY_ON_DEVICE")
-        constants = {k: v for k, v in pair.constants.items() if k not in unknown}
+        constants = {k: v for k, v in pair.constants.items() if k not in ("BLOCKS", *_KEYS)}
         constants |= {"ROW": True, "COLUMN": True, "TILE": False}
         found.append(Variant("grouped_quantize", pair.label, constants, pair.warps, pointers))
-    tile = found[1].constants | {
-        "TILE": True, "R_FORM": 0, "C_HADAMARD": False,
-    }  # fmt: skip
+    tile = found[1].constants | {"TILE": True, "R_FORM": 0, "C_HADAMARD": False}
     found.append(Variant("grouped_quantize", "nvfp4 w", tile, PAIR_TILE["warps"], pointers))
     requantized = {
         "POW2": True, "CHOICE": 1, "NUMERATOR": 2688.0, "Q_NUMERATOR": 1536.0, "Q_TILE": False,
@@ -390,9 +389,7 @@ def _grouped_quantizers() -> list[Variant]:
     types = _GROUP_TYPES | {"q_ptr": "*i32", "q_scales_ptr": "*u8", "q_amax_ptr": "*fp32"}
     for label, form in _KEPT.items():
         constants = requantized | words | form
-        found.append(
-            Variant("grouped_requantize", label, constants, COLUMN_TILE["warps"], types)
-        )  # fmt: skip
+        found.append(Variant("grouped_requantize", label, constants, COLUMN_TILE["warps"], types))
     cast = {
         "E5M2": False, "LARGEST": 448.0, "POW2": False, "ROW": True, "COLUMN": True,
         "COLS": CAST_COLUMNS,
