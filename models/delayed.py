@@ -71,6 +71,18 @@ def kept(modules: Modules, *, begin: bool = False) -> Iterator[None]:
                     del module.delayed[slot]
 
 
+def missing(modules: Modules) -> list[str]:
+    """Layers whose forward takes an fp8_delayed operand of which no amax is known: a forward pass
+    alone notes none, and would scale by 1."""
+    found = []
+    for name, module in modules:
+        wanted = [o for o in ("x", "w") if module.recipe.spec("fprop", o).format == "fp8_delayed"]
+        known = {slot.split(".")[1] for slot in module.delayed if slot.startswith("fprop.")}
+        if set(wanted) - known:
+            found.append(name)
+    return found
+
+
 def state_dict(modules: Modules) -> dict[str, dict[str, Any]]:
     """Histories of all layers of the whole model by global name and operand; the same on all ranks.
 

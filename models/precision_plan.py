@@ -195,6 +195,10 @@ class PrecisionPlan:
         with `begin`, operands without one get theirs from these passes."""
         return delayed.kept(self._bound, begin=begin)
 
+    def without_scales(self) -> list[str]:
+        """Layers whose forward pass needs a delayed scale that is not there."""
+        return delayed.missing(self._bound)
+
     @contextlib.contextmanager
     def instead(self, recipes: Mapping[str, GemmRecipe]) -> Iterator[None]:
         """Inside, linear layers have these recipes, and those not named keep the dtype of their

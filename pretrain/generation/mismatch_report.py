@@ -23,7 +23,7 @@ from pretrain.generation.mismatch import (
     sampler_scores,
     trainer_scores,
 )
-from pretrain.generation.opened import OpenedModel
+from pretrain.generation.opened import OpenedModel, check_scales
 
 ROW_SCALED = "nvfp4_fwd_mxfp8_bwd"
 """The named recipe whose forward is row-scaled NVFP4."""
@@ -83,7 +83,8 @@ class Sides:
             schedule=(),
             phases=PhasePlans(),
         )
-        apply_precision([self.opened.model], section, self.opened.state)
+        plan = apply_precision([self.opened.model], section, self.opened.state)
+        check_scales(plan, self.opened.path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,16 @@ def _carried_tokenizer(checkpoint: Path, path: Path) -> Tokenizer:
     return Tokenizer(encoder, prefix, frozenset(ends or {encoder.eod_id}))
 
 
+def check_scales(plan: PrecisionPlan, path: Path) -> None:
+    """ConfigError where fp8_delayed lacks the amaxes of earlier steps: nothing here notes any."""
+    if lacking := plan.without_scales():
+        raise ConfigError(
+            f"fp8_delayed scales by amaxes of earlier steps; {path} has none of {len(lacking)} "
+            f"layers, such as {lacking[0]}, which were trained in another precision; take "
+            "fp8_tensorwise, which scales by each tensor's own amax"
+        )
+
+
 class OpenedModel:
     """The model of a checkpoint, whole in this process, in the precision that it was trained in.
 
@@ -172,6 +182,7 @@ class OpenedModel:
         )
         if "precision" in extra:
             self.plan.load_state_dict(extra["precision"])
+        check_scales(self.plan, self.path)
         if config.train.dtype != "fp32":
             chunks = [Float16Module(engine, chunk) for chunk in chunks]
         load_sharded(self.path, chunks, None, whole=True)

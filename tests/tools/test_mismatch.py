@@ -174,6 +174,8 @@ def test_a_folder_or_file_that_cannot_be_written_and_too_little_data(trained, tm
         (["--length", "64"], ["at most model.seq_length 32; got 64"]),
         (["--prompt", "40"], ["below the length of a sequence, 32"]),
         (["--sampler", "nvfp5"], ["--sampler must be the name of a plan"]),
+        (["--sampler", "fp8_delayed"], ["has none of 8 layers, such as layers.", "fp8_tensorwise"]),
+        (["precision.recipe=fp8_delayed"], ["fp8_delayed scales by amaxes of earlier steps"]),
     ],
 )
 def test_mistakes_are_said(trained, capsys, words, said):
@@ -181,3 +183,12 @@ def test_mistakes_are_said(trained, capsys, words, said):
     errors = capsys.readouterr().err
     assert all(text in errors for text in said), errors
     assert "Traceback" not in errors
+
+
+def test_delayed_scales_of_the_run_are_taken(tmp_path, capsys):
+    """Experts, too; a checkpoint of fp8_delayed has them, and one side may be something else."""
+    checkpoints = words_run(tmp_path, "*E", recipe="fp8_delayed")
+    few = ["--length", "12", "--prompt", "6", "--sequences", "2"]
+    assert main([str(checkpoints), *few, "--trainer", "bf16"]) == 0
+    assert "as trained" in capsys.readouterr().out
+    assert main([str(checkpoints), *few, "--sampler", "fp8_delayed"]) == 0
