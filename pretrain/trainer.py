@@ -367,10 +367,10 @@ class Trainer:
             name: SharedValidLoader(ValidLoader(data, batch, **sizes), share)
             for name, data in sets.items()
         }
-        segments = self.dataset.segments
-        self.contents = {
-            "train": [source.fingerprint for each in segments for source in each.sources],
-            "valid": {name: data.fingerprint for name, data in sets.items()},
+        held = {name: data.fingerprint for name, data in sets.items()}
+        self.contents = {  # as `data` has them: one folder, or by name
+            "train": [s.fingerprint for each in self.dataset.segments for s in each.sources],
+            "valid": held.get("", held),
         }
 
     def _tell_blend(self) -> None:

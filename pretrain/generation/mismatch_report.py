@@ -83,8 +83,8 @@ class Sides:
             schedule=(),
             phases=PhasePlans(),
         )
-        plan = apply_precision([self.opened.model], section, self.opened.state)
-        check_scales(plan, self.opened.path)
+        taken = apply_precision([self.opened.model], section, self.opened.state)
+        check_scales(taken, self.opened.path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ def _check_folder(run: Path) -> None:
     data = json.loads((run / "environment.json").read_text())["data"]
     folders = yaml.safe_load((run / "config.yaml").read_text())["data"]
     assert data["train"] == [load_manifest(folders["train"]).fingerprint()]
-    assert data["valid"] == {"": load_manifest(folders["valid"]).fingerprint()}
+    assert data["valid"] == load_manifest(folders["valid"]).fingerprint()
     row = next(row for row in _rows(run) if "loss" in row)
     keys = (
         "step",
