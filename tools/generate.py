@@ -8,6 +8,7 @@ several times: they go together, each to its end of document. One process, any m
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +89,8 @@ def _print_texts(
         prompts, options.tokens, sampling, invariant=options.batch_invariant
     )
     if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
+        first = [piece for _, piece in itertools.islice(pieces, 1)]  # a refusal comes before text
+        print(prompts[0], *first, sep="", end="", flush=True)
         for _, piece in pieces:
             print(piece, end="", flush=True)
         print()

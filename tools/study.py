@@ -18,6 +18,7 @@ is left, 1 when a run failed.
 
 import argparse
 import fcntl
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,12 +77,13 @@ def _study(options: argparse.Namespace) -> int:
         raise ConfigError("--report is of all finished runs; leave --only out")
     study.runs = select(study.runs, [text for one in options.only for text in one.split(",")])
     places = Places(() if options.cpu else tuple(range(options.gpus)), options.per_gpu)
-    if options.report or options.list:
+    problems = _number_problems(options)
+    if (options.report or options.list) and not problems:
         _tell(study, folder, places, options)
         return 0
     from pretrain.study.trained import problems_of
 
-    problems = [*_place_problems(options), *start_problems_of(study), *problems_of(study.runs)]
+    problems += [*_place_problems(options), *start_problems_of(study), *problems_of(study.runs)]
     if problems:
         raise ConfigError(problems)
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,18 +139,38 @@ def _tell(study: "Study", folder: Path, places: "Places", options: argparse.Name
         print(f"\n{render(costs(study, rates), places, options.hours)}")
 
 
+def _number_problems(options: argparse.Namespace) -> list[str]:
+    """What no call can mean."""
+    problems = [
+        f"{name} must be at least 1; got {value}"
+        for name, value in (
+            ("--gpus", options.gpus),
+            ("--per-gpu", options.per_gpu),
+            ("--budget-steps", options.budget_steps),
+        )
+        if value < 1
+    ]
+    problems += [
+        f"{name} must be a time above 0; got {value:g}"
+        for name, value in (("--minutes", options.minutes), ("--hours", options.hours))
+        if value is not None and not 0 < value < math.inf
+    ]
+    if not 0 <= options.grace < math.inf:
+        problems.append(f"--grace must be at least 0 seconds; got {options.grace:g}")
+    return problems
+
+
 def _place_problems(options: argparse.Namespace) -> list[str]:
     import torch
 
-    problems = []
-    if options.per_gpu < 1:
-        problems.append(f"--per-gpu must be at least 1; got {options.per_gpu}")
-    if not options.cpu and options.gpus > torch.cuda.device_count():
-        problems.append(
-            f"--gpus {options.gpus} needs so many GPUs; torch sees {torch.cuda.device_count()}; "
-            "lower it, or use --cpu"
-        )
-    return problems
+    # On a CPU `cpu_compat` lets megatron-core count one.
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.cpu or options.gpus <= there:
+        return []
+    return [
+        f"--gpus {options.gpus} needs so many GPUs; torch sees {there}; "
+        + ("lower it, or use --cpu" if there else "use --cpu")
+    ]
 
 
 if __name__ == "__main__":

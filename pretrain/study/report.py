@@ -6,8 +6,9 @@ from pathlib import Path
 from fused_ops.errors import ConfigError
 from pretrain.comparison.reference import Reference, read_references, write_reference
 from pretrain.study.figures import draw
-from pretrain.study.plan import Study, is_finished
+from pretrain.study.plan import Study, has_ended, is_finished
 from pretrain.study.results import RESULTS_FILE, ModelResults, read_results, write_results
+from pretrain.study.trained import problems_of
 from pretrain.study.write_up import fill
 
 
@@ -20,10 +21,13 @@ def report(study: Study, folder: Path, text: Path) -> list[str]:
         A line for the user for each thing that was written.
 
     Raises:
-        ConfigError: neither runs nor results, a text that is missing, or one with other marks.
+        ConfigError: neither runs nor results, runs that are not this study's, a text that is
+            missing, or one with other marks.
     """
     if not text.exists():
         raise ConfigError(f"--report must name a text with marks, as STUDY.md; there is no {text}")
+    if problems := problems_of([run for run in study.runs if has_ended(run)]):
+        raise ConfigError(problems)
     path, said = folder / RESULTS_FILE, []
     if any(is_finished(run) for run in study.runs):
         said.append(f"{path}: {write_results(study, path)} runs")

@@ -33,7 +33,7 @@ from pretrain.comparison.compare import tokens_per_parameter
 from pretrain.comparison.reference import precision_key
 from pretrain.comparison.runs import Row, RunData, differences
 from pretrain.config import PretrainConfig, make_config, precision_plan
-from pretrain.data.manifest import DataError, load_manifest
+from pretrain.data.manifest import DataError, Manifest, load_manifest
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import Study, StudyRun, has_ended, is_finished, tokens_of
 from pretrain.study.starts import starts
@@ -150,7 +150,7 @@ def _model(
         "name": model,
         "steps": runs[0].steps,
         "tokens": tokens_of(config),
-        "data_tokens": _data_tokens(config) or known,
+        "data_tokens": held.tokens if (held := _manifest(config)) else known,
         "tokens_per_parameter": round(tokens_per_parameter(rows[names[0]]), 3),
         "starts": starts({name: _config(runs, name) for name in names}, rows),
         "rows": [
@@ -177,22 +177,23 @@ def _config(runs: Sequence[StudyRun], row: str) -> PretrainConfig:
     return make_config(next(run.data for run in runs if run.row == row))
 
 
-def _data_tokens(config: PretrainConfig) -> int | None:
+def _manifest(config: PretrainConfig) -> Manifest | None:
+    """Of the training data; None where it is not here, or is a blend."""
     try:
-        return (
-            load_manifest(config.data.train).tokens if isinstance(config.data.train, str) else None
-        )
+        return load_manifest(config.data.train) if isinstance(config.data.train, str) else None
     except DataError:
         return None
 
 
 def _row(name: str, runs: Sequence[StudyRun], row: Row) -> dict[str, Any]:
-    linears, every = four_bit_shares(make_config(runs[0].data))
+    config = make_config(runs[0].data)
+    held = _manifest(config)
+    linears, every = four_bit_shares(config, held.vocab_size if held else None)
     return {
         "row": name,
         "precision": precision_key(row.settings),
         "four_bit": round(linears, 4),
-        "four_bit_all": round(every, 4),
+        "four_bit_all": None if every is None else round(every, 4),
         "numerics": evidence(runs[0].folder, runs[0].steps),
         "runs": [_run(row.runs[seed]) for seed in sorted(row.runs)],
     }
@@ -222,13 +223,17 @@ def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
 
 
-def four_bit_shares(config: PretrainConfig) -> tuple[float, float]:
+def four_bit_shares(
+    config: PretrainConfig, vocab_size: int | None = None
+) -> tuple[float, float | None]:
     """Shares of FLOPs with both operands in 4 bits, over the run: (of the block linears' GEMMs, of
     all matrix products: attention's, routers' and the output layer's too).
 
     The schedule counts by samples; causal attention counts half of its scores; scans are no GEMMs.
+    `vocab_size` is the data's, for a model that takes it; without any there is no second share.
     """
-    plan, total = precision_plan(config), config.train.total_samples
+    known = config.model.vocab_size or vocab_size
+    plan, total = precision_plan(config, known), config.train.total_samples
     marks = sorted({0, total, *(min(mark, total) for mark in plan.boundaries or [])})
     linears = len(GEMMS) * sum(module.flops for module in plan.modules)
     others = len(GEMMS) * sum(part.flops for part in fixed_parts(plan.shape) if part.gemm)
@@ -240,7 +245,7 @@ def four_bit_shares(config: PretrainConfig) -> tuple[float, float]:
             for gemm in GEMMS:
                 narrow = all(bits(spec) == 4 for spec in recipes[module.name].specs(gemm))
                 four += narrow * module.flops * (last - first) / total
-    return four / max(linears, 1), four / max(linears + others, 1)
+    return four / max(linears, 1), four / max(linears + others, 1) if known else None
 
 
 def read_results(path: Path) -> tuple[str, list[ModelResults]]:

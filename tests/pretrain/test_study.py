@@ -84,6 +84,20 @@ def test_runs_are_picked_by_texts_in_their_order(data, tmp_path, capsys):
     assert "no run has 'v3'" in said
 
 
+def test_numbers_and_places_that_cannot_be_meant(data, tmp_path, capsys, monkeypatch):
+    """Without a GPU none is counted, though megatron-core is let to count one."""
+    words = [str(write_study(tmp_path / "s", data)), "--runs", str(tmp_path / "runs")]
+    wrong = ["--gpus", "0", "--per-gpu", "0", "--budget-steps", "0", "--minutes", "nan"]
+    wrong += ["--hours", "-1", "--grace", "-1"]
+    assert main([*words, "--cpu", *wrong]) == 2
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["--gpus", "--per-gpu", "--budget-steps", "--minutes", "--hours", "--grace"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(words) == 2
+    assert "--gpus 1 needs so many GPUs; torch sees 0; use --cpu" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_every_problem_is_told_at_once(data, tmp_path):
     stages = [{"models": ["toy", "toi"], "rows": ["v2"], "seeds": [1]}]
     with pytest.raises(ConfigError) as error:

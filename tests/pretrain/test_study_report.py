@@ -4,6 +4,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -170,6 +171,10 @@ def test_the_share_of_four_bits_counts_the_schedule(study):
         linears, every = four_bit_shares(config)
         assert linears == pytest.approx(share)
         assert every == pytest.approx(share * LINEARS / ALL)
+        taken = make_config({**by_row[row].data, "model": {**by_row[row].data["model"]}})
+        taken = replace(taken, model=replace(taken.model, vocab_size=None))
+        assert four_bit_shares(taken) == (linears, None), "no output layer is known"
+        assert four_bit_shares(taken, 128) == (linears, every), "the data's"
 
 
 def test_a_report_loses_no_run(study, tmp_path, capsys):
@@ -346,6 +351,9 @@ def test_a_run_of_other_settings_is_not_taken_for_the_study_s(
     assert f"{name} in {some} and dense-30m-nvfp4 of the study have {said};" in refused
     assert "s1" not in refused
     assert (text.read_text(), (folder / "results.json").read_bytes()) == (before, results)
+    gone = [*words, "--report", str(text), *(["train.steps=100"] if "train" in sections else [])]
+    assert main(gone) == 2, "no run is of so many steps: results.json is not told instead"
+    assert "as study.yaml has it now" in capsys.readouterr().err
     assert main([*words, "--cpu", "--only", "nvfp4-s2"]) == 2
     assert said in capsys.readouterr().err
     assert main([*words, "--list"]) == 0

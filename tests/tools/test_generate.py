@@ -119,6 +119,8 @@ def test_several_prompts_go_together(trained, tmp_path, capsys):
     words = ["--prompt", "w5 w6", "--prompts", str(more), "--tokens", "40", "--temperature", "0"]
     assert main([str(trained), *words, "--batch-invariant"]) == 2, "the run's nvfp4 has one amax"
     assert "shares an amax with others" in capsys.readouterr().err
+    assert main([str(trained), "--prompt", "w9", "--tokens", "2", "--batch-invariant"]) == 2
+    assert capsys.readouterr().out == "", "the prompt is no answer"
     words += ["--batch-invariant", "precision.recipe=nvfp4_pow2"]
     assert main([str(trained), *words]) == 0
     printed = capsys.readouterr()
