@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import folder_problems, prepare, refused
 
 if TYPE_CHECKING:
     from pretrain.study.place import Places
@@ -84,9 +84,8 @@ def _study(options: argparse.Namespace) -> int:
     from pretrain.study.trained import problems_of
 
     problems += [*_place_problems(options), *start_problems_of(study), *problems_of(study.runs)]
-    if problems:
+    if problems := problems or folder_problems("--runs", folder):
         raise ConfigError(problems)
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "study.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

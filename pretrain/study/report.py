@@ -24,7 +24,7 @@ def report(study: Study, folder: Path, text: Path) -> list[str]:
         ConfigError: neither runs nor results, runs that are not this study's, a text that is
             missing, or one with other marks.
     """
-    if not text.exists():
+    if not text.is_file():
         raise ConfigError(f"--report must name a text with marks, as STUDY.md; there is no {text}")
     if problems := problems_of([run for run in study.runs if has_ended(run)]):
         raise ConfigError(problems)

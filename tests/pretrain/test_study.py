@@ -96,6 +96,11 @@ def test_numbers_and_places_that_cannot_be_meant(data, tmp_path, capsys, monkeyp
     assert main(words) == 2
     assert "--gpus 1 needs so many GPUs; torch sees 0; use --cpu" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+    file = str(tmp_path / "s" / "base.yaml")
+    assert main([*words[:2], file, "--cpu"]) == 2
+    assert f"--runs must be a folder that can be written to; got {file}" in capsys.readouterr().err
+    assert main([words[0], "--report", str(tmp_path)]) == 2
+    assert "must name a text with marks" in capsys.readouterr().err
 
 
 def test_every_problem_is_told_at_once(data, tmp_path):
