@@ -7,9 +7,10 @@ import torch
 
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import quantize
-from fused_ops.quantize.api import QUANTIZE
+from fused_ops.quantize.implementations import QUANTIZE
 from fused_ops.recipe import GemmRecipe, is_quantized
-from fused_ops.scaled_matmul.api import SCALED_MATMUL, scaled_matmul
+from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
 from models import te_linear
 from models.gemms import GemmShape
 from models.precision_config import GEMMS, PrecisionConfig

@@ -29,7 +29,8 @@ from fused_ops.codecs import pack_nibbles, roundup, unpack_nibbles
 from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize import QUANTIZE, quantize
-from fused_ops.scaled_matmul.api import SCALED_MATMUL, scaled_matmul
+from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
 from fused_ops.testing import count_different, relative_error
 from pretrain.command_line import refused
 

@@ -36,7 +36,7 @@ from fused_ops.quantize import (
     requantize_columns,
     triton_backend,
 )
-from fused_ops.quantize.api import PAIR
+from fused_ops.quantize.implementations import PAIR
 from fused_ops.recipe import RECIPES
 from fused_ops.rmsnorm import rmsnorm_and_input
 from fused_ops.rope import split_rope

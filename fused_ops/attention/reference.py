@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention on torch's scaled_dot_product_attention, with masks written out."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fused_ops.attention.api import Visible
+from fused_ops.attention.visible import Visible
 
 
 def mask_of(visible: Visible, length: int, device: torch.device) -> Tensor | None:

@@ -6,18 +6,12 @@ are; so does flash attention. torch's memory-efficient back end does not: groupe
 neither of the first two takes fall to the plain product.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_ops.attention import reference
-
-if TYPE_CHECKING:
-    from fused_ops.attention.api import Visible
+from fused_ops.attention.visible import Visible
 
 BACK_ENDS = [
     SDPBackend.CUDNN_ATTENTION,

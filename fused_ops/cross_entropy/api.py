@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy over a vocabulary: shapes, checks, choice."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from fused_ops.cross_entropy import reference, triton_backend
+from fused_ops.cross_entropy.shard import VocabShard
 from fused_ops.dispatch import Choice, Implementation, Op, always
 
 CROSS_ENTROPY = Op("cross_entropy")
@@ -14,18 +12,6 @@ CROSS_ENTROPY.register(
     Implementation("triton", triton_backend.cross_entropy, triton_backend.supports)
 )
 CROSS_ENTROPY.register(Implementation("reference", reference.CrossEntropy.apply, always))
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """Which columns of the vocabulary these logits are, and how to reduce over the others."""
-
-    start: int
-    """Vocabulary index of the first column."""
-    reduce_max: Callable[[Tensor], None]
-    """In place: the maximum over all holders of columns. A matter of the caller's groups."""
-    reduce_sum: Callable[[Tensor], None]
-    """In place: the sum over all holders of columns."""
 
 
 def cross_entropy(

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy in PyTorch, a block of rows at a time."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fused_ops.cross_entropy.api import VocabShard
+from fused_ops.cross_entropy.shard import VocabShard
 
 # Rows times columns that are widened to FP32 at once: 64 MiB.
 BLOCK_ELEMENTS = 1 << 24

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy on NVIDIA GPUs through Triton: which calls it takes, and how it launches."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_ops.cross_entropy.shard import VocabShard
 from fused_ops.triton_support import float_reason, launch, power_of_two
-
-if TYPE_CHECKING:
-    from fused_ops.cross_entropy.api import VocabShard
 
 FORWARD_BLOCK, BACKWARD_BLOCK, WARPS = 4096, 4096, 8
 """Columns that a program takes at once, and its warps."""

@@ -2,7 +2,6 @@
 """Quantization of GEMM operands: amax, blocks, rotation, rounding, packing."""
 
 from fused_ops.quantize.api import (
-    QUANTIZE,
     amax_pair,
     dequantize,
     nonfinite_flag,
@@ -17,6 +16,7 @@ from fused_ops.quantize.api import (
     requantize_columns,
 )
 from fused_ops.quantize.delayed import DelayedScaling
+from fused_ops.quantize.implementations import QUANTIZE
 
 __all__ = [
     "QUANTIZE",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize() and the amax it may be given: signatures, checks, choice of implementation."""
+"""quantize() and the amax it may be given: signatures and checks."""
 
 import itertools
 from dataclasses import replace
@@ -9,52 +9,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fused_ops.dispatch import Choice, Implementation, Op, always, refuse
+from fused_ops.dispatch import Choice, refuse
 from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import (
-    cuda_backend,
-    custom,
-    reference,
-    triton_amax,
-    triton_backend,
-    triton_decode,
-    triton_fp8,
-    triton_wide,
-)
+from fused_ops.quantize import custom, triton_amax, triton_backend, triton_fp8
 from fused_ops.quantize.hadamard import amax_from_plain
+from fused_ops.quantize.implementations import AMAX, DEQUANTIZE, PAIR, QUANTIZE, REQUANTIZE
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.reference_pow2 import OWN_AMAX, in_own_range
 
 PLAIN = OperandSpec()
 """Of amaxes that are taken of a matrix as it is."""
-
-QUANTIZE = Op("quantize")
-QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
-QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
-QUANTIZE.register(Implementation("triton_wide", triton_wide.quantize, triton_wide.supports))
-QUANTIZE.register(Implementation("reference", reference.quantize, always))
-AMAX = Op("operand_amax")
-AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
-AMAX.register(Implementation("triton_wide", triton_wide.operand_amax, triton_wide.amax_supports))
-AMAX.register(Implementation("reference", reference.operand_amax, always))
-PAIR = Op("quantize_pair")
-PAIR.register(Implementation("cuda_sr", cuda_backend.quantize_pair, cuda_backend.preferred))
-PAIR.register(Implementation("triton", triton_backend.quantize_pair, triton_backend.pair_supports))
-PAIR.register(Implementation("fp8", triton_fp8.quantize_pair, triton_fp8.pair_supports))
-PAIR.register(Implementation("cuda", cuda_backend.quantize_pair, cuda_backend.pair_supports))
-PAIR.register(Implementation("reference", reference.quantize_pair, always))
-REQUANTIZE = Op("requantize_columns")
-REQUANTIZE.register(
-    Implementation(
-        "triton",
-        triton_backend.requantize_columns,
-        lambda source, spec, amax, form="codes": triton_backend.requantize_supports(source, spec),
-    )
-)
-REQUANTIZE.register(Implementation("reference", reference.requantize_columns, always))
-DEQUANTIZE = Op("dequantize")
-DEQUANTIZE.register(Implementation("triton", triton_decode.dequantize, triton_decode.supports))
-DEQUANTIZE.register(Implementation("reference", QuantizedTensor.dequantize, always))
 
 
 def operand_amax(

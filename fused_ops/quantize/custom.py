@@ -28,14 +28,13 @@ from fused_ops.compiling import (
 )
 from fused_ops.dispatch import Choice
 from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.quantize.implementations import AMAX, PAIR, QUANTIZE, REQUANTIZE
 
 
 @torch.library.custom_op("nibble::operand_amax", mutates_args=())
 def _operand_amax(
     x: Tensor, spec: str, columns: bool, signs: Tensor | None, implementation: str
 ) -> Tensor:
-    from fused_ops.quantize.api import AMAX
-
     choice = parse_choice(implementation)
     found: Tensor = AMAX(x, parse_spec(spec), columns=columns, signs=signs, implementation=choice)
     return found.clone() if storages(found) & storages(x) else found
@@ -51,7 +50,7 @@ def _(x: Tensor, spec: str, columns: bool, signs: Tensor | None, implementation:
 def operand_amax(
     x: Tensor, spec: OperandSpec, columns: bool = False, signs: Tensor | None = None
 ) -> Tensor:
-    """As AMAX of `fused_ops.quantize.api`, in a graph."""
+    """As AMAX of `fused_ops.quantize.implementations`, in a graph."""
     return torch.ops.nibble.operand_amax(x, spec_text(spec), columns, signs, "")
 
 
@@ -65,8 +64,6 @@ def _quantize(
     numbers: Sequence[int],
 ) -> list[Tensor]:
     """what: SPEC|form|rows or columns|implementation; numbers: the origin, and a key of numbers."""
-    from fused_ops.quantize.api import QUANTIZE
-
     spec, form, along, implementation = what.split("|")
     row, column, *words = (int(n) for n in numbers)
     result = QUANTIZE(
@@ -93,7 +90,7 @@ def quantize(
     implementation: Choice = None,
     **arguments: Any,
 ) -> Any:
-    """As QUANTIZE of `fused_ops.quantize.api`, in a graph."""
+    """As QUANTIZE of `fused_ops.quantize.implementations`, in a graph."""
     columns = arguments.get("columns", False)
     along = "columns" if columns else "rows"
     what = f"{spec_text(spec)}|{form}|{along}|{choice_text(implementation)}"
@@ -114,8 +111,6 @@ def _quantize_pair(
     numbers: Sequence[int],
 ) -> list[Tensor]:
     """what: SPEC|SPEC|form|form|implementation; numbers: the origin, and keys of numbers or 0."""
-    from fused_ops.quantize.api import PAIR
-
     *specs, row_form, column_form, implementation = what.split("|")
     row, column, *words = (int(n) for n in numbers)
     results = PAIR(
@@ -147,7 +142,7 @@ def quantize_pair(
     implementation: Choice = None,
     **arguments: Any,
 ) -> tuple[Any, Any]:
-    """As PAIR of `fused_ops.quantize.api`, in a graph."""
+    """As PAIR of `fused_ops.quantize.implementations`, in a graph."""
     what = "|".join((spec_text(row), spec_text(column), *forms, choice_text(implementation)))
     keys = [split_key(key) for key in arguments.get("keys", (None, None))]
     numbers = [*arguments.get("origin", (0, 0))]
@@ -173,8 +168,6 @@ def _requantize_columns(
     form: str,
     implementation: str,
 ) -> list[Tensor]:
-    from fused_ops.quantize.api import REQUANTIZE
-
     whole = joined(source, parse_spec(source_spec), "codes", (int(shape[0]), int(shape[1])))
     result = REQUANTIZE(
         whole, parse_spec(spec), amax, form=form, implementation=parse_choice(implementation)
@@ -200,7 +193,7 @@ def _(
 def requantize_columns(
     source: QuantizedTensor, spec: OperandSpec, amax: Tensor, *, form: str, implementation: Choice
 ) -> Any:
-    """As REQUANTIZE of `fused_ops.quantize.api`, in a graph."""
+    """As REQUANTIZE of `fused_ops.quantize.implementations`, in a graph."""
     tensors = [source.codes, source.scales, source.amax]
     if source.out_of_range is not None:
         tensors.append(source.out_of_range)

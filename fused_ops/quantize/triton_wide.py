@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_ops.codecs import ELEMENT_MAX, pad_to, roundup
 from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import triton_launch
+from fused_ops.quantize import reference, triton_amax, triton_launch
 from fused_ops.quantize.hadamard import factors
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.triton_backend import FORMS, Output
@@ -174,9 +174,12 @@ def quantize(
 
 
 def _own_amax(x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None) -> Tensor:
-    from fused_ops.quantize import api
-
-    return api.operand_amax(x, spec, columns=columns, signs=signs)
+    """As AMAX of `fused_ops.quantize.implementations`, which stands above this file."""
+    if amax_supports(x, spec, columns=columns, signs=signs) is None:
+        return operand_amax(x, spec, columns=columns, signs=signs)
+    if triton_amax.amax_supports(x, spec, columns=columns, signs=signs) is None:
+        return triton_amax.operand_amax(x, spec, columns=columns, signs=signs)
+    return reference.operand_amax(x, spec, columns=columns, signs=signs)
 
 
 def _launch(

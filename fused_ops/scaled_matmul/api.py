@@ -5,21 +5,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fused_ops.dispatch import Choice, Implementation, Op, always
+from fused_ops.dispatch import Choice
 from fused_ops.main_grad import Zeros
-from fused_ops.scaled_matmul import blockwise, custom, hopper, reference, torch_blockwise
+from fused_ops.scaled_matmul import custom, reference
+from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
 from fused_ops.scaled_matmul.reference import Operand
-
-SCALED_MATMUL = Op("scaled_matmul")
-SCALED_MATMUL.register(
-    Implementation("torch_blockwise", torch_blockwise.scaled_matmul, torch_blockwise.supports)
-)
-SCALED_MATMUL.register(Implementation("hopper", hopper.scaled_matmul, hopper.supports))
-SCALED_MATMUL.register(Implementation("blockwise", blockwise.scaled_matmul, blockwise.supports))
-SCALED_MATMUL.register(Implementation("reference", reference.scaled_matmul, always))
-SCALED_MATMUL.register(
-    Implementation("blackwell_model", reference.blackwell_model, reference.blackwell_model_supports)
-)
 
 
 def scaled_matmul(

@@ -16,6 +16,7 @@ from torch import Tensor
 from fused_ops.compiling import choice_text, joined, parse_choice, parse_spec, spec_text
 from fused_ops.dispatch import Choice
 from fused_ops.formats import QuantizedTensor
+from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
 from fused_ops.scaled_matmul.reference import Operand
 
 
@@ -40,8 +41,6 @@ def _put_together(tensors: Sequence[Tensor], kind: str, rows: int, cols: int) ->
 def _product(
     a: Sequence[Tensor], b: Sequence[Tensor], what: str, sizes: Sequence[int], **options: Any
 ) -> Tensor:
-    from fused_ops.scaled_matmul.api import SCALED_MATMUL
-
     left, right, decode, implementation = what.split("|")
     m, n, k = (int(size) for size in sizes)
     result: Tensor = SCALED_MATMUL(
@@ -104,7 +103,7 @@ def scaled_matmul(
     decode: str,
     implementation: Choice,
 ) -> Tensor:
-    """As SCALED_MATMUL of `fused_ops.scaled_matmul.api`, in a graph."""
+    """As SCALED_MATMUL of `fused_ops.scaled_matmul.implementations`, in a graph."""
     (left, left_kind), (right, right_kind) = _taken_apart(a), _taken_apart(b)
     what = "|".join((left_kind, right_kind, decode, choice_text(implementation)))
     sizes = [a.shape[0], b.shape[0], a.shape[1]]

@@ -10,10 +10,10 @@ import torch
 from fused_ops.formats import DecodedTensor
 from fused_ops.keys import OPERANDS
 from fused_ops.quantize import triton_amax, triton_decode, triton_fp8, triton_wide
-from fused_ops.quantize.api import AMAX, DEQUANTIZE, QUANTIZE
+from fused_ops.quantize.implementations import AMAX, DEQUANTIZE, QUANTIZE
 from fused_ops.recipe import RECIPES, is_quantized
 from fused_ops.scaled_matmul import blockwise, cublaslt, hopper
-from fused_ops.scaled_matmul.api import SCALED_MATMUL
+from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
 
 EAGER = {
     ("nvfp4_4over6", "fprop.w"): "four-over-six of 16x16 tiles",

@@ -20,7 +20,7 @@ from fused_ops.quantize import (
     triton_launch,
     triton_wide,
 )
-from fused_ops.quantize.api import AMAX
+from fused_ops.quantize.implementations import AMAX
 from fused_ops.scaled_matmul.hopper import exact_in_bf16
 from fused_ops.testing import assert_bitwise_equal
 from tests.fused_ops.ptx import emulate
