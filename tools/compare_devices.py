@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
-from pretrain.command_line import refused
+from pretrain.command_line import prepare, refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--keep needs --text: runs that stay are compared with others of one text")
     if options.only_cpu and not options.keep:
         parser.error("--only-cpu needs --keep: its runs are for a comparison to come")
-    cpu_compat.enable()
+    prepare()
     try:
         if options.keep:
             return _report(options, options.keep.resolve())
