@@ -119,7 +119,7 @@ def _parse(text: str) -> tuple[Pattern, list[str]]:
     main, *mtp = text.split("/")
     stages = main.split("|")
     problems = []
-    for symbol in dict.fromkeys("".join([*stages, *mtp])):
+    for symbol in dict.fromkeys("".join([*stages, *mtp]).replace("|", "")):
         if symbol in NOT_BUILT:
             problems.append(
                 f"model.pattern: '{symbol}' ({NOT_BUILT[symbol]}) is a layer of megatron-core that "

@@ -302,7 +302,10 @@ def _smaller(config: PretrainConfig) -> str:
     if not config.parallel.use_distributed_optimizer:
         ways.append("parallel.use_distributed_optimizer=true")
     if not config.model.megatron.get("recompute_granularity"):
-        ways.append("model.megatron.recompute_granularity=full with recompute_method=uniform")
+        ways.append(
+            "model.megatron.recompute_granularity=full with recompute_method=uniform and "
+            "recompute_num_layers=1"
+        )
     ways.append("more tensor- or pipeline-parallel processes, or more processes in all")
     return "try " + ", ".join(ways)
 

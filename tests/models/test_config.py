@@ -230,6 +230,11 @@ def test_bad_patterns(pattern, says):
         parse_pattern(pattern)
 
 
+def test_a_cut_among_predictions_is_one_problem():
+    (problem,) = pattern_problems("M/*|M")
+    assert "the same layers for each predicted token, without '|'" in problem
+
+
 def test_stages():
     assert staged_pattern(parse_pattern("M-*E/*"), 2) == "M-|*E/*"
     assert staged_pattern(parse_pattern("M-*E"), 2, 2) == "M|-|*|E"

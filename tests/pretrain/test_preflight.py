@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preflight: problems with their remedies, and what it says of ranks, memory and time."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,6 +191,20 @@ def test_problems(run_file, sections, world, said):
         assert found.problems == []
     else:
         assert any(said in text for text in found.problems), found.problems
+
+
+def test_what_makes_a_rank_smaller_can_be_set(run_file):
+    """Every remedy of a rank that is too large, taken literally."""
+    path = run_file(train={"micro_batch_size": 16, "global_batch_size": 64})
+    (said,) = preflight(path, [], H200, 8).problems
+    whole, ways = "model.megatron.recompute_granularity=full", said.partition("; try ")[2]
+    assert f"train.micro_batch_size=1, {whole} with recompute_method=uniform and" in ways
+    rest = re.findall(r"(recompute_(?:method|num_layers)=\w+)", ways)
+    again = [whole, *(f"model.megatron.{field}" for field in rest)]
+    less = preflight(path, ["train.micro_batch_size=1"], H200, 8)
+    least = preflight(path, ["train.micro_batch_size=1", *again], H200, 8)
+    assert less.problems == least.problems == []
+    assert least.memory[0].total < 0.95 * less.memory[0].total
 
 
 def test_data_and_checkpoints_are_looked_at(tmp_path):
