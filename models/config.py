@@ -123,6 +123,12 @@ def model_problems(
             seq_length=model.seq_length,
             padded_vocab=padded_vocab_size(model, vocab_size) if vocab_size else None,
         )
+        if model.tie_embeddings and pattern.mtp_depths and stages[0] > 1:
+            problems.append(
+                "model.tie_embeddings with multi-token prediction (after '/' in model.pattern) "
+                f"does not go with pipeline_model_parallel_size {stages[0]}: the last stage has "
+                "the embedding twice and cannot save it; set one of them to false or 1"
+            )
     if model.qk_norm_over == "all_heads":
         problems += _all_heads_problems(values, parallel.tensor_model_parallel_size)
     if model.rope_scaling is not None:

@@ -32,7 +32,7 @@ def layout_problems(
     if pattern.has("*") or pattern.has("+"):
         problems += _attention(values, tp)
     if pattern.has("+"):
-        problems += _latent_attention(values, tp)
+        problems += _latent_attention(values, parallel)
     if pattern.has("-"):
         problems += _divides("ffn_hidden_size", feed_forward_width(values), tp, "ffn_hidden_size")
     if pattern.has("E"):
@@ -128,8 +128,9 @@ def _attention(values: dict[str, Any], tp: int) -> list[str]:
     return problems
 
 
-def _latent_attention(values: dict[str, Any], tp: int) -> list[str]:
+def _latent_attention(values: dict[str, Any], parallel: ParallelConfig) -> list[str]:
     """Both down projections are cut over the processes along what they compress to."""
+    tp = parallel.tensor_model_parallel_size
     queries, keys = values.get("q_lora_rank", 512), values.get("kv_lora_rank", 512)
     rotated = values.get("qk_pos_emb_head_dim", 64)
     problems = [] if queries is None else _divides("q_lora_rank", queries, tp, "q_lora_rank")
@@ -138,6 +139,13 @@ def _latent_attention(values: dict[str, Any], tp: int) -> list[str]:
             f"kv_lora_rank + qk_pos_emb_head_dim ({keys} + {rotated}) must be a multiple of the "
             f"{tp} processes that share it; the next sum is {above_and_below(keys + rotated, tp)}: "
             "change kv_lora_rank"
+        )
+    if values.get("qk_layernorm") and tp > 1 and not parallel.sequence_parallel:
+        # megatron-core adds up gradients of `q_layernorm` over ranks that each have all of it.
+        problems.append(
+            "qk_layernorm of multi-latent attention with tensor parallelism needs "
+            "parallel.sequence_parallel, without which its gradient counts once for each of the "
+            f"{tp} processes; set it to true"
         )
     return problems
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -81,30 +80,12 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-class _CutWeight(torch.nn.Module):
-    """A norm whose weight is cut over the tensor-parallel ranks."""
-
-    tp_group: Any
-    """Its process group; None where megatron-core has not given one yet."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The weight, cut over the tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
-
-
-class AllHeadsNorm(_CutWeight):
+class AllHeadsNorm(torch.nn.Module):
     """RMSNorm of queries or keys over all heads of a token together, as OLMo's models have it.
 
-    Heads are cut over the tensor-parallel ranks; the mean is taken over all of them.
+    Heads are cut over the tensor-parallel ranks; the mean is taken over all of them. Each rank has
+    the whole weight and uses its part: megatron-core adds up the gradients of `q_layernorm` and
+    `k_layernorm` over these ranks, by their names.
     """
 
     def __init__(
@@ -113,10 +94,10 @@ class AllHeadsNorm(_CutWeight):
         super().__init__()
         self.eps, self.features = eps, heads * hidden_size
         self.tp_group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
-        local = heads // self.tp_group.size() * hidden_size
-        weight = torch.ones(local, dtype=config.params_dtype, device=torch.cuda.current_device())
+        weight = torch.ones(
+            self.features, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
         self.weight = torch.nn.Parameter(weight)
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., heads of this rank, features of a head] -> the same; statistics in FP32."""
@@ -124,10 +105,11 @@ class AllHeadsNorm(_CutWeight):
         if self.tp_group.size() > 1:
             total = _SumOverRanks.apply(total, self.tp_group)
         scale = torch.rsqrt(total / self.features + self.eps)
-        return (x.float() * scale * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+        weight = self.weight.float().chunk(self.tp_group.size())[self.tp_group.rank()]
+        return (x.float() * scale * weight.view(x.shape[-2:])).to(x.dtype)
 
 
-class GroupNorm(_CutWeight):
+class GroupNorm(torch.nn.Module):
     """RMSNorm of each group of features; the output norm of a Mamba-2 mixer.
 
     Its features are cut over the tensor-parallel ranks by whole groups. The signature is the one
@@ -147,8 +129,21 @@ class GroupNorm(_CutWeight):
         assert not norm_before_gate, "the gate is applied before this norm"
         self.eps, self.group_size = eps, group_size
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.tp_group = None
+        self.tp_group: Any = None  # until megatron-core gives one
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and type."""
         return rmsnorm(x, self.weight, eps=self.eps, group_size=self.group_size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight, cut over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )

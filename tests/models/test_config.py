@@ -275,6 +275,7 @@ def test_stages():
         ("+-", {"q_lora_rank": None, "qk_layernorm": True}, {}, "q_lora_rank"),
         ("+", {"q_lora_rank": 33}, {"tensor_model_parallel_size": 2}, "q_lora_rank (33)"),
         ("+", {"kv_lora_rank": 17}, {"tensor_model_parallel_size": 2}, "(17 + 8) must be a mult"),
+        ("+", {"qk_layernorm": True}, {"tensor_model_parallel_size": 2}, "counts once for each"),
         ("+", {"qk_pos_emb_head_dim": 7}, {}, "qk_pos_emb_head_dim (7) must be even"),
         ("+", {"add_qkv_bias": True}, {}, "add_qkv_bias has no meaning"),
         (
@@ -354,6 +355,13 @@ def test_all_problems_at_once():
 )
 def test_settings_that_would_be_lost(pattern, section, fields, says):
     only(model_problems(model(pattern, **section, **fields), ParallelConfig()), says)
+
+
+def test_a_tied_embedding_of_predictions_stays_on_one_stage():
+    section, two = model("*-/*", tie_embeddings=True), {"pipeline_model_parallel_size": 2}
+    only(model_problems(section, ParallelConfig(**two)), "tie_embeddings", "embedding twice")
+    assert model_problems(section, ParallelConfig()) == []
+    assert model_problems(model("*-/*"), ParallelConfig(**two)) == []
 
 
 def test_megatron_core_s_own_refusals_are_config_errors():

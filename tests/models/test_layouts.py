@@ -67,6 +67,12 @@ def test_hybrid_layouts(tmp_path):
     _check(tmp_path, PATTERN, layouts, {"qk_layernorm": True})
 
 
+def test_norms_over_all_heads(tmp_path):
+    """Their weight is used in parts by tensor-parallel ranks; each keeps the gradient of all."""
+    fields = {"qk_layernorm": True, "model": {"qk_norm_over": "all_heads"}}
+    _check(tmp_path, "*-", {**DENSE, "tp2sp": LAYOUTS["tp2sp"]}, fields)
+
+
 @pytest.mark.slow
 def test_more_hybrid_layouts(tmp_path):
     layouts = {name: layout for name, layout in LAYOUTS.items() if name not in QUICK}
