@@ -63,7 +63,8 @@ def grouped_linear(
     """
     if is_dynamo_compiling():
         return outside_graph(grouped_linear, x, weight, tokens_per_expert, call=call)
-    counts = [int(n) for n in tokens_per_expert]
+    listed = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else None
+    counts = [int(n) for n in (tokens_per_expert if listed is None else listed)]
     if weight.dim() != 3 or x.dim() != 2:
         raise ValueError(
             "grouped_linear needs x [tokens, in] and weight [experts, out, in], got "

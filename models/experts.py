@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import outside_graph
 from fused_ops.grouped_linear import grouped_linear
+from fused_ops.groups import to_device
 from models.comm import TensorParallelComm, token_count
 from models.dispatch import TokenDispatcher
 from models.mlp import fused_activation
@@ -107,7 +108,7 @@ class GroupedLinear(GemmModule, torch.nn.Module):
             return y, None
         if self.skip_bias_add:
             return y, list(self.bias.unbind(0))
-        counts = torch.tensor(tokens_per_expert, device=x.device)
+        (counts,) = to_device([torch.tensor(tokens_per_expert, device="cpu")], x.device)
         return y + self.bias.repeat_interleave(counts, 0, output_size=len(x)), None
 
     def backward_dw(self) -> None:

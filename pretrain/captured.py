@@ -98,16 +98,35 @@ def load_layers(path: Path) -> dict[str, Layer]:
     """
     try:
         saved = torch.load(path, weights_only=True)
-        layers: dict[str, Layer] = saved["layers"]
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        layers: dict[str, Layer] = {n: dict(layer) for n, layer in saved["layers"].items()}
+    except Exception as error:  # what another file makes the unpickler do is anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"OUT.pt must be a file of tools.capture; {path}: {error}; make it with python -m "
+            f"OUT.pt must be a file of tools.capture; {path}: {reason}; make it with python -m "
             "tools.capture CONFIG OUT.pt"
         ) from None
     whole = {name: layer for name, layer in layers.items() if {"x", "w", "dy"} <= layer.keys()}
     if not whole:
         raise ConfigError(f"OUT.pt must hold x, w and dy of a layer; {path} has none that is whole")
+    problems = [
+        f"OUT.pt must hold x [..., in], w [out, in] and dy [..., out] of each layer; {name} of "
+        f"{path} has others"
+        for name, layer in whole.items()
+        if not _fits(layer)
+    ]
+    if problems:
+        raise ConfigError(problems)
     return whole
+
+
+def _fits(layer: Layer) -> bool:
+    """Whether these are the tensors of one layer's GEMMs."""
+    tensors = [layer[name] for name in ("x", "w", "dy")]
+    if not all(isinstance(t, Tensor) and t.is_floating_point() and t.numel() for t in tensors):
+        return False
+    x, w, dy = tensors
+    shapes = (*x.shape[:-1], *w.shape), (*dy.shape[:-1], dy.shape[-1], x.shape[-1])
+    return w.dim() == 2 and x.dim() > 1 and shapes[0] == shapes[1]
 
 
 @dataclass(frozen=True)

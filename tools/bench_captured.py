@@ -21,8 +21,7 @@ from torch import Tensor
 from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import quantize_decoded
-from pretrain import cpu_compat
-from pretrain.command_line import refused
+from pretrain.command_line import prepare, refused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rows < 1:
         parser.error(f"--rows must be at least 1, got {options.rows}")
-    cpu_compat.enable()
+    prepare()
     try:
         _report(options.operands, options.rows)
     except ConfigError as error:

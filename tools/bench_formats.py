@@ -106,6 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=65536)
     parser.add_argument("--cols", type=int, nargs="+", default=[640, 1792])
     options = parser.parse_args(arguments)
+    if min(options.rows, *options.cols) < 1:
+        parser.error(f"--rows and --cols must be at least 1, got {options.rows}, {options.cols}")
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
     torch.manual_seed(0)

@@ -30,14 +30,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from fused_ops.errors import ConfigError
 from models.presets import get_preset
-from pretrain import cpu_compat
-from pretrain.command_line import recipe_settings, refused
+from pretrain.command_line import prepare, recipe_settings, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,16 @@ LENGTH = 8192
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line()
     options = parser.parse_args(arguments)
+    for name in ("iterations", "limit"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} must be greater than 0, got {getattr(options, name)}")
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
-    cpu_compat.enable()
+    prepare()
     try:
-        bench = Bench(options)
+        return Bench(options).run()
     except ConfigError as error:
         return refused(error)
-    return bench.run()
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -126,15 +128,11 @@ class Bench:
         from pretrain.initialize import initialize
 
         self.options, self.iterations = options, options.iterations
-        settings = {name: recipe_settings(name) for name in options.recipes}
-        self.configs = {
-            name: run_config(options.model, recipe, [*options.overrides, *own])
-            for name, (recipe, own) in settings.items()
-        }
-        self.parallel = run_config(options.model, "bf16", options.overrides).parallel
+        plain, self.configs = read_configs(options.model, options.recipes, options.overrides)
+        self.parallel = plain.parallel
         self.world = initialize(self.parallel)
         torch.manual_seed(0)  # the same tokens on all ranks of a model
-        shape = model_shape(run_config(options.model, "bf16", options.overrides).model)
+        shape = model_shape(plain.model)
         self.flops = sum(flops_per_token(shape).values()) * LENGTH
         self.base: float | None = None
         self.failed = 0
@@ -182,7 +180,7 @@ class Bench:
         except NotRecordedError as error:
             self.failed += 1
             self.say(f"{name:{self.width}} graph: not captured: {error}")
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             self.failed += 1
             print(f"{name:{self.width}} FAILED: {str(error)[:300]}", flush=True)
         finally:
@@ -248,6 +246,27 @@ class Bench:
             self.report(what, milliseconds / each, host / each, memory)
         if self.options.profile and self.world.size == 1 and not graph:
             profile(runs.work)
+
+
+def read_configs(
+    model: str, recipes: Sequence[str], overrides: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
+    """The run of a model in bf16, and in each recipe by its text.
+
+    Raises:
+        ConfigError: all problems of `--set`, or else of the recipes.
+    """
+    plain = run_config(model, "bf16", overrides)
+    found, problems = {}, []
+    for text in recipes:
+        try:
+            recipe, own = recipe_settings(text)
+            found[text] = run_config(model, recipe, [*overrides, *own])
+        except ConfigError as error:
+            problems += [f"--recipes {text}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return plain, found
 
 
 def label(text: str) -> str:
@@ -370,7 +389,13 @@ def baseline(run: Any, kind: str) -> Callable[[], None]:
     Args:
         run: its model and its layout.
         kind: bf16 or fp8.
+
+    Raises:
+        RuntimeError: a package that it needs is not installed.
     """
+    for package in ("transformer_engine", *(["mamba_ssm"] if "M" in run.model.pattern else [])):
+        if find_spec(package) is None:
+            raise RuntimeError(f"{package} is not installed, see requirements-gpu.txt")
     from megatron.core.activations import squared_relu
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -17,6 +17,9 @@ from fused_ops.quantize.triton_launch import (
 )
 from fused_ops.triton_support import device_reason, launch
 
+MOST_PROGRAMS = 65535
+"""Along a grid's second axis (CUDA C++ programming guide, compute capabilities)."""
+
 
 def amax_supports(
     x: Tensor, spec: OperandSpec, *, columns: bool = False, signs: Tensor | None = None
@@ -123,12 +126,15 @@ def rotated_amax(
     source = words(x, True)
     rows, cols, blocks = source.shape[0], 2 * source.shape[1], -(-source.shape[0] // 16)
     out = torch.zeros((), dtype=torch.int32, device=x.device)
-    grid = (-(-source.shape[1] // tile["words"]), -(-blocks // (tile["blocks"] * tile["tiles"])))
+    tiles = tile["tiles"]
+    while -(-blocks // (tile["blocks"] * tiles)) > MOST_PROGRAMS:
+        tiles *= 2
+    grid = (-(-source.shape[1] // tile["words"]), -(-blocks // (tile["blocks"] * tiles)))
     launch(
         kernels.amax_rotated, grid, source, sign_factors(signs, x.device), out,
         out if plain is None else plain, out if flag is None else flag.view(torch.uint8),
         rows, cols, blocks, finite, plain is not None, flag is not None, rows % 16 == 0,
-        tile["blocks"], tile["words"], tile["tiles"], on=x.device, warps=tile["warps"],
+        tile["blocks"], tile["words"], tiles, on=x.device, warps=tile["warps"],
     )  # fmt: skip
     return out.view(torch.float32)
 

@@ -11,6 +11,8 @@ from fused_ops.quantize.triton_launch import FP8_TILE
 from fused_ops.triton_support import device_reason, launch
 
 FORMATS = ("fp8_tensorwise", "fp8_delayed")
+LARGEST_SIDE = 1 << 24
+"""Rows, and columns: places within a tile of up to 128 of either are 32-bit numbers."""
 
 
 def supports(x: Tensor, spec: OperandSpec, **_unused: object) -> str | None:
@@ -19,6 +21,8 @@ def supports(x: Tensor, spec: OperandSpec, **_unused: object) -> str | None:
         return f"fp8 with one scale a tensor, not rotated; got {spec.label!r}"
     if x.dtype not in (torch.bfloat16, torch.float32) or x.numel() == 0:
         return f"bf16 or fp32 that is not empty, got {x.dtype} {tuple(x.shape)}"
+    if max(x.shape) > LARGEST_SIDE:
+        return f"at most {LARGEST_SIDE} rows and columns, got {tuple(x.shape)}"
     return device_reason(x)
 
 

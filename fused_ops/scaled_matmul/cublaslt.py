@@ -174,6 +174,8 @@ def matmul(
             rows in memory are multiples of 16 bytes.
         alpha: fp32 scalar on the device; None is 1.
         out: contiguous [M, N], bf16, fp16 or fp32.
+
+    All begin at multiples of 16 bytes, which the library's algorithms take for granted.
     """
     device = a.device.index
     if torch.cuda.current_device() != device:

@@ -237,6 +237,8 @@ def _cublaslt_inner_reason(
 ) -> str | None:
     if cublaslt.library() is None:
         return "cuBLASLt was not found"
+    if out.data_ptr() % 16:
+        return "out begins at a multiple of 16 bytes"
     return _triton_inner_reason(a, b, groups, out=out, padded=padded, **unused)
 
 

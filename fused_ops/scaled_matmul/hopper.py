@@ -74,8 +74,8 @@ def _plain_reason(a: Tensor, b: Tensor, accumulate: Tensor | None) -> str | None
             return f"sizes that are multiples of 8, got {tuple(operand.shape)}"
         if not (operand.is_contiguous() or operand.t().is_contiguous()):
             return "an operand lies neither by rows nor by columns"
-    if not accumulate.is_contiguous():
-        return "accumulate is not contiguous"
+    if not accumulate.is_contiguous() or accumulate.data_ptr() % 16:
+        return "accumulate is not contiguous, or does not begin at a multiple of 16 bytes"
     return None if cublaslt.library() is not None else "cuBLASLt was not found"
 
 
@@ -135,7 +135,7 @@ def fp8_operand(operand: QuantizedTensor | DecodedTensor) -> tuple[Tensor, int]:
 def bf16_operand(operand: Operand, decode: str) -> Tensor:
     """Exact BF16 [rows, K padded to 8]: code * block scale, or a tensor's own values."""
     if isinstance(operand, Tensor):
-        return _padded(operand, 8)
+        return _aligned(_padded(operand, 8))
     if isinstance(operand, DecodedTensor):
         if operand.data.dtype == torch.bfloat16:
             return operand.data
@@ -155,6 +155,11 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
     """Contiguous, with zero columns up to a multiple."""
     add = -x.shape[1] % multiple
     return torch.nn.functional.pad(x, (0, add)) if add else x.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy where it does not begin at a multiple of 16 bytes: the library reads so many."""
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +226,8 @@ def _padded_rows(x: Tensor, multiple: int) -> Tensor:
 def _accumulate(
     left: Tensor, right: Tensor, alpha: Tensor | None, accumulate: Tensor, beta: int
 ) -> Tensor:
-    if right.shape[0] % 4 == 0:
+    # A sum in a buffer of gradients begins where the parameter before it ends.
+    if right.shape[0] % 4 == 0 and accumulate.data_ptr() % 16 == 0:
         return cublaslt.matmul(left, right, alpha, out=accumulate, accumulate=beta == 1)
     right = _padded_rows(right, 8)
     out = torch.empty((left.shape[0], right.shape[0]), dtype=torch.float32, device=left.device)

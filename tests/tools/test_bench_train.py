@@ -38,6 +38,42 @@ def test_a_recipe_with_settings_of_its_own():
             bench_train.run_config("dense", *recipe_settings(wrong))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problems"),
+    [
+        (
+            ["--recipes", "bf16", "nosuch", "nvfp4:exactly", "nvfp4+foo", "nvfp4+precision.pla=x"],
+            [
+                "--recipes nosuch: precision.recipe: recipe 'nosuch' is unknown",
+                "--recipes nvfp4:exactly: behind a recipe and a colon stands how it is decoded",
+                "--recipes nvfp4+foo: an override must read section.key=value; got 'foo'",
+                "--recipes nvfp4+precision.pla=x: precision.pla is not a setting",
+            ],
+        ),
+        (["--set", "a"], ["an override must read section.key=value; got 'a'"]),
+        (
+            ["--set", "parallel.tensor_model_parallel_size=3"],
+            ["must be a multiple of the 3 processes"],
+        ),
+    ],
+)
+def test_mistakes_are_told_together(arguments, problems, monkeypatch, capsys):
+    """On a machine with a GPU; nothing is built for them."""
+    monkeypatch.setattr(bench_train.torch.cuda, "is_available", lambda: True)
+    assert bench_train.main(arguments) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) >= len(problems)
+    for problem in problems:
+        assert any(line.startswith("error: ") and problem in line for line in said), said
+
+
+def test_numbers_that_mean_nothing(capsys):
+    for word in ("--iterations", "--limit"):
+        with pytest.raises(SystemExit, match="2"):
+            bench_train.main([word, "0"])
+        assert f"{word} must be greater than 0, got 0" in capsys.readouterr().err
+
+
 def test_the_paper_s_model_is_the_preset():
     two = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
     config = bench_train.run_config("paper12b", "nvfp4", two)
@@ -65,18 +101,14 @@ def tiny(monkeypatch):
 
 def test_what_is_measured_and_what_fails(tiny, capsys, monkeypatch):
     """Without Transformer Engine the baseline fails, is said to, and the rest is measured."""
-
-    def without(*arguments):
-        raise RuntimeError("no Transformer Engine")
-
-    monkeypatch.setattr(bench_train, "baseline", without)
+    monkeypatch.setattr(bench_train, "find_spec", lambda name: None)
     monkeypatch.setitem(bench_train.MODELS, "dense", bench_train.MODELS["tiny"])
     words = ["--baseline", "bf16", "--step", "--iterations", "2"]
     options = ["--recipes", "bf16", "nvfp4+precision.plan=nvfp4_paper"]
     parsed = bench_train.command_line().parse_args([*words, *options])
     assert bench_train.Bench(parsed).run() == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "FAILED: no Transformer Engine" in lines[1]
+    assert "FAILED: transformer_engine is not installed, see requirements-gpu.txt" in lines[1]
     measured = [line.split("  ")[0] for line in lines[2:]]
     plan = "nvfp4 plan=nvfp4_paper"
     assert measured == ["bf16", "bf16, optimizer step", plan, f"{plan}, optimizer step"]

@@ -120,8 +120,37 @@ def test_mistakes(saved, arguments, message, capsys):
 
 
 def test_a_file_of_something_else(tmp_path, capsys):
-    path = tmp_path / "other.pt"
+    """Nothing that a file may hold gives a stack trace."""
+    path, text, empty = (tmp_path / name for name in ("other.pt", "text", "empty"))
     torch.save({"x": torch.ones(3)}, path)
-    for file in (path, tmp_path / "nothing.pt"):
+    text.write_text("root:x:0:0:root:/root:/bin/bash\n" * 9)
+    empty.touch()
+    listed = tmp_path / "list.pt"
+    torch.save({"layers": [torch.ones(3)]}, listed)
+    for file in (path, text, empty, listed, tmp_path / "nothing.pt", tmp_path):
         assert bench_captured.main([str(file)]) == 2
-        assert "must be a file of tools.capture" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "must be a file of tools.capture" in said, file
+        assert len(said.splitlines()) == 1, file
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"x": torch.ones(4, 32), "w": torch.ones(16, 48), "dy": torch.ones(4, 16)},
+        {"x": torch.ones(4, 32), "w": torch.ones(16, 32), "dy": torch.ones(4, 24)},
+        {"x": torch.ones(4, 32), "w": torch.ones(16, 32), "dy": torch.ones(3, 16)},
+        {"x": torch.ones(4, 32), "w": torch.ones(16, 32).long(), "dy": torch.ones(4, 16)},
+        {"x": torch.ones(0, 32), "w": torch.ones(16, 32), "dy": torch.ones(0, 16)},
+        {"x": 1.0, "w": 2.0, "dy": 3.0},
+    ],
+)
+def test_tensors_that_are_no_layer(tmp_path, layer, capsys):
+    path = tmp_path / "wrong.pt"
+    torch.save({"layers": {"a": layer, "b": layer, "half": {"x": torch.ones(4, 32)}}}, path)
+    assert bench_captured.main([str(path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    for name, line in zip("ab", said):
+        assert "x [..., in], w [out, in] and dy [..., out] of each layer" in line
+        assert f"; {name} of" in line

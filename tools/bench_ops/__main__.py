@@ -157,9 +157,15 @@ def time_op(name: str, run: Callable[..., Any], inputs: list[Tensor], moved: lis
 
 
 def _rest(inputs: list[Tensor]) -> list[Tensor]:
-    """Further inputs for the first 256 rows: what has one entry a row is cut."""
+    """Further inputs for the first 256 rows: what has one entry a row is cut, labels [rows] and
+    factors [rows, 1]. A weight [features] has not, though there may be as many features as rows."""
     rows = inputs[0].shape[0]
-    return [x.detach()[:256].clone() if x.shape[0] == rows else x for x in inputs[1:]]
+    return [
+        x.detach()[:256].clone()
+        if x.shape[0] == rows and (x.dim() > 1 or not x.is_floating_point())
+        else x
+        for x in inputs[1:]
+    ]
 
 
 def bench_glue(op: str, rows: int) -> None:
@@ -399,6 +405,12 @@ def bench_expert_layers(counts: list[int], out: int, inner: int) -> None:
 GLUE = ("rmsnorm", "swiglu", "squared_relu", "cross_entropy", "rope")
 AROUND = (*GLUE, "embedding", "attention")
 QUANTIZERS = {"quantize": bench_quantize, "amax": bench_amax, "pair": bench_pair}
+MULTIPLES = {
+    "quantize": (16, 16), "pair": (16, 16), "amax": (1, 1), "matmul": (1, 16), "linear": (1, 16),
+    "attention": (4, 1), "glue": (4, 1),
+}  # fmt: skip
+"""Of which --rows and --cols must be multiples: operands of one read have whole blocks along both
+axes, products along the contraction, and attention has four documents of one length."""
 CHOICES = (*QUANTIZERS, "matmul", "linear", "grouped", "glue", *AROUND)
 
 
@@ -409,6 +421,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cols", type=int, nargs="+", default=[5120, 20480])
     parser.add_argument("--tiles", action="store_true", help="try every tile: grouped, pair")
     options = parser.parse_args(arguments)
+    for name, sizes in (("--rows", [options.rows]), ("--cols", options.cols)):
+        of = MULTIPLES.get(options.op, (1, 1))[name == "--cols"]
+        if any(size < 1 or size % of for size in sizes):
+            parser.error(
+                f"{name} of --op {options.op} must be multiples of {of} above 0, got {sizes}"
+            )
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and none was found: run it on a GPU machine")
     torch.manual_seed(0)

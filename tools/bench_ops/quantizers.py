@@ -14,6 +14,7 @@ from torch import Tensor
 from fused_ops.formats import DecodedTensor, OperandSpec
 from fused_ops.quantize import (
     amax_pair,
+    cuda_backend,
     operand_amax,
     quantize,
     quantize_pair,
@@ -224,6 +225,11 @@ def time_pairs(x: Tensor, copy: float) -> None:
     """A line for each pair of operands, by Triton and by CUDA C++."""
     for name, row_spec, column, forms in PAIRS:
         for implementation in ("triton", "cuda"):
+            if implementation == "cuda":
+                reason = cuda_backend.pair_supports(x, row_spec, column)
+                if reason is not None:
+                    print(f"{name}: cuda: left out, {reason}", flush=True)
+                    continue
             _check_pair(row_spec, column, forms, implementation)
             moved = x.numel() * (2 + sum(FORM_BYTES[form] for form in forms))
             time = median_us(_pair(x, row_spec, column, forms, implementation))
