@@ -3,7 +3,7 @@
 
 megatron-core builds a mixer only where the package mamba-ssm is installed, and then calls its fused
 kernel. `without_mamba_ssm` holds the two module attributes it looks at; it is the only place that
-touches them. On a GPU with mamba-ssm the fused kernel is used as upstream does.
+touches them. On a GPU with mamba-ssm and causal-conv1d the fused kernel is used as upstream does.
 """
 
 from collections.abc import Iterator
@@ -32,6 +32,15 @@ def without_mamba_ssm() -> Iterator[None]:
         yield
     finally:
         mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = before
+
+
+def takes_fused(x: Tensor) -> bool:
+    """Whether mamba-ssm's kernel of convolution, scan and gate can take the output of in_proj.
+
+    It calls the package causal-conv1d, which mamba-ssm does without until then.
+    """
+    there = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
+    return there and x.is_cuda and chosen(x) == "mamba_ssm"
 
 
 class MambaMixer(mamba_mixer.MambaMixer):
@@ -70,8 +79,7 @@ class MambaMixer(mamba_mixer.MambaMixer):
         if isinstance(packed_seq_params, CacheStep):
             return self._ssm_cached(zxBCdt, packed_seq_params)
         documents = document_ids(packed_seq_params)
-        fused = mamba_mixer.HAVE_MAMBA_SSM and chosen(zxBCdt) == "mamba_ssm"
-        if documents is None and zxBCdt.is_cuda and fused:
+        if documents is None and takes_fused(zxBCdt):
             return super()._ssm_training(zxBCdt)
         cp = self.cp
         z, xBC, dt = self._parts(zxBCdt.transpose(0, 1))

@@ -32,14 +32,17 @@ NEEDED = ("torch", "megatron-core", "numpy", "pydantic", "tokenizers", "triton")
 OPTIONAL = {
     "transformer-engine": ("transformer_engine", "fused layers", "fused_ops and torch layers"),
     "mamba-ssm": ("mamba_ssm", "the Mamba-2 scan", "the reference scan in PyTorch"),
-    "causal-conv1d": ("causal_conv1d", "the Mamba convolution", "torch conv1d"),
+    "causal-conv1d": (
+        "causal_conv1d",
+        "mamba-ssm's fused mixer",
+        "its scan, and a PyTorch convolution",
+    ),
     "apex": ("apex", "fused optimizer kernels", "the optimizer in PyTorch"),
-    "nvmath-python": ("nvmath", "cuBLASLt with device scalars", "Triton and torch kernels"),
     "wandb": ("wandb", "the wandb sink", "metrics.jsonl"),
     "tensorboard": ("tensorboard", "the TensorBoard sink", "metrics.jsonl"),
 }
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
-_HEAVY = ("transformer-engine", "mamba-ssm", "causal-conv1d", "apex", "nvmath-python")
+_HEAVY = ("transformer-engine", "mamba-ssm", "causal-conv1d", "apex")
 
 
 def describe_environment(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

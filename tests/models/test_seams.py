@@ -5,6 +5,7 @@ They fail when an upgrade moves the internal; the message says which place here 
 """
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.moe import experts, moe_layer
 
+from models import mamba
 from models.experts import GroupedLinear
 from models.layer_specs import Stack
 from models.mamba import MambaMixer, without_mamba_ssm
@@ -89,7 +91,7 @@ def test_final_norm_is_ours():
 
 def test_mamba_mixer_can_be_built_without_mamba_ssm():
     where = "models/mamba.py without_mamba_ssm"
-    for name in ("HAVE_MAMBA_SSM", "ExtendedRMSNorm"):
+    for name in ("HAVE_MAMBA_SSM", "ExtendedRMSNorm", "causal_conv1d_fn"):
         seam(hasattr(mamba_mixer, name), where, f"mamba_mixer.{name} is gone")
     before = mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm
     (chunk,), _ = toy.make("M")
@@ -209,3 +211,15 @@ def test_the_router_keeps_its_bias_in_fp32():
     toy.loss_of(chunk)
     bias = chunk.decoder.layers[0].mlp.router.expert_bias
     seam(bias.dtype is torch.float32, "models/config.py", "expert_bias was left in BF16")
+
+
+@pytest.mark.parametrize("absent", [None, "causal_conv1d_fn", "HAVE_MAMBA_SSM"])
+def test_the_fused_mixer_is_taken_where_all_of_it_is_installed(monkeypatch, absent):
+    """mamba-ssm imports without causal-conv1d, and fails in the first step."""
+    there = {"HAVE_MAMBA_SSM": True, "causal_conv1d_fn": object()}
+    for name, value in there.items():
+        gone = False if name == "HAVE_MAMBA_SSM" else None
+        monkeypatch.setattr(mamba_mixer, name, gone if name == absent else value)
+    monkeypatch.setattr(mamba, "chosen", lambda x: "mamba_ssm")
+    assert mamba.takes_fused(SimpleNamespace(is_cuda=True)) is (absent is None)
+    assert not mamba.takes_fused(SimpleNamespace(is_cuda=False))
