@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
-from pretrain.command_line import refused
+from pretrain.command_line import output_problems, refused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,10 +52,11 @@ def _capture(options: argparse.Namespace) -> None:
     from pretrain.initialize import shut_down
     from pretrain.trainer import Trainer
 
+    problems = output_problems("OUT.pt", options.output)
     if options.step < 1:
-        raise ConfigError(f"--step must be at least 1, got {options.step}")
-    if not options.output.parent.is_dir():
-        raise ConfigError(f"OUT.pt must lie in a folder that exists; {options.output} does not")
+        problems.insert(0, f"--step must be at least 1, got {options.step}")
+    if problems:
+        raise ConfigError(problems)
     capture = Capture(options.step, [p.strip() for p in options.layers.split(",")])
     with tempfile.TemporaryDirectory() as folder:
         own = (

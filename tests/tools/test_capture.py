@@ -119,6 +119,17 @@ def test_mistakes(saved, arguments, message, capsys):
     assert not (saved.parent / "no.pt").exists()
 
 
+def test_where_nothing_can_be_written_is_found_before_the_training(saved, tmp_path, capsys):
+    """Together with what else is wrong."""
+    config = saved.parent / "run.yaml"
+    assert capture.main([str(config), str(tmp_path), "--step", "0"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "error: --step must be at least 1, got 0",
+        f"error: OUT.pt must be a file that can be written; got {tmp_path} (is a directory)",
+    ]
+
+
 def test_a_file_of_something_else(tmp_path, capsys):
     """Nothing that a file may hold gives a stack trace."""
     path, text, empty = (tmp_path / name for name in ("other.pt", "text", "empty"))
