@@ -15,6 +15,7 @@ from pydantic_core import ArgsKwargs
 from fused_ops.errors import ConfigError
 from models.config_checks import layout_problems
 from models.megatron_fields import field_names, read_megatron
+from models.parallel_config import ParallelConfig
 from models.pattern import Pattern, parse_pattern, pattern_problems, stage_problems
 from models.presets import get_preset, merge_preset
 from models.rotary import RopeScaling, note_concentration
@@ -62,37 +63,6 @@ class ModelConfig:
         if values.get("preset"):
             values = merge_preset(get_preset(values["preset"]), values)
         return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
-
-
-@dataclass(kw_only=True, frozen=True, config=_STRICT)
-class ParallelConfig:
-    """How the model is laid over processes. A layout changes speed, never the training."""
-
-    tensor_model_parallel_size: int = 1
-    """Processes that share each matrix."""
-    pipeline_model_parallel_size: int = 1
-    """Processes in a row of layers."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Stages that each process of the row holds (interleaved schedule); None for one."""
-    context_parallel_size: int = 1
-    """Processes that share each sequence."""
-    expert_model_parallel_size: int = 1
-    """Processes that share the experts of a layer."""
-    expert_tensor_parallel_size: int | None = None
-    """Processes that share each expert's matrices; None for tensor_model_parallel_size."""
-    sequence_parallel: bool = False
-    """Cut activations between matrices along the sequence (with tensor parallelism)."""
-    use_distributed_optimizer: bool = True
-    """Each data-parallel process keeps a part of the optimizer's state."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass goes on."""
-    overlap_param_gather: bool = False
-    """Gather parameters while the forward pass goes on."""
-
-    @property
-    def virtual(self) -> int:
-        """Stages a process holds."""
-        return self.virtual_pipeline_model_parallel_size or 1
 
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int) -> int:

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a model can be laid over processes as `parallel` says: rule, value and remedy of each."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from models.parallel_config import ParallelConfig
 from models.pattern import Pattern
 from models.shape_checks import divisors, feed_forward_width
-
-if TYPE_CHECKING:
-    from models.config import ParallelConfig
 
 
 def layout_problems(

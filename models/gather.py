@@ -16,7 +16,7 @@ is not quantized, tokens are gathered in BF16 (`packing_reason`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,7 @@ from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.linear import Runs
 from fused_ops.linear_call import LocalComm, Origin, Run
 from fused_ops.recipe import is_quantized
-
-if TYPE_CHECKING:
-    from models.comm import TensorParallelComm
+from models.operand_cuts import OperandCuts
 
 _DITHER = 16
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -59,7 +57,7 @@ def packing_reason(name: str, spec: OperandSpec, tokens: int) -> str | None:
 class TokenPart(LocalComm):
     """This rank's part of the tokens of a linear layer; see `fused_ops.linear_call.Part`."""
 
-    whole: "TensorParallelComm"
+    whole: OperandCuts
 
     def reduce_amax(self, name: str, amax: Tensor) -> Tensor:
         """Of the gathered operand: also in `amax_scope: shard`, where that is what one shard is."""

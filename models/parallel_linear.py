@@ -7,7 +7,7 @@ receives its recipe (`models.precision` sets it); without one it computes in its
 torch.compile leaves the GEMMs and what says how they compute out of its graphs.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core.tensor_parallel import layers
@@ -22,10 +22,8 @@ from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
 from models.comm import TensorParallelComm, is_distributed, token_count
+from models.precision_state import PrecisionState
 from models.te_linear import TransformerEngineGemm
-
-if TYPE_CHECKING:
-    from models.precision import PrecisionState
 
 HIGH_PRECISION = GemmRecipe(name="bf16")
 

@@ -1,60 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of every linear layer, now and after each step of the schedule, from data alone."""
-
-from __future__ import annotations
+"""The recipes of a model as its linear layers get them: handed out, saved, resumed, told."""
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fused_ops.errors import ConfigError
-from fused_ops.keys import OPERANDS
-from fused_ops.recipe import RECIPES, GemmRecipe, is_quantized
+from fused_ops.recipe import RECIPES, GemmRecipe
 from models import delayed
 from models.flops import ModelShape
-from models.gemms import GemmShape
-from models.pattern import parse_pattern
-from models.precision_config import PHASES, PrecisionConfig
-from models.precision_rules import (
-    PRETRAINING,
-    RecipeBook,
-    Resolution,
-    lowered_operands,
-    matching,
-    raise_precision,
-    resolve,
-    schedule_problems,
-    step_rule,
-)
-from models.precision_support import backend_problems, reference_problems
-from models.precision_table import (
-    dimension_notes,
-    dtype_notes,
-    flops_share,
-    render,
-    table_rows,
-)
-
-if TYPE_CHECKING:
-    from models.precision import PrecisionState
+from models.precision_config import PrecisionConfig
+from models.precision_stages import PrecisionStages
+from models.precision_state import PrecisionState
+from models.precision_table import flops_share, plan_notes, render, table_rows
 
 
-class PrecisionPlan:
-    """The recipe of every linear layer, now and after each step of the schedule.
+class PrecisionPlan(PrecisionStages):
+    """What `PrecisionStages` says, for the linear layers that are bound to it; none at first.
 
-    Args:
-        config: the precision section.
-        shape: the model.
-        total_samples: samples of the whole run, which fractions of the schedule refer to.
-        device: where the run computes; the machine's GPU if it has one.
-
-    Raises:
-        ConfigError: every contradiction in the section, at once.
+    Arguments and errors are those of `PrecisionStages`.
     """
 
     def __init__(
@@ -64,83 +31,9 @@ class PrecisionPlan:
         total_samples: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.config, self.shape = config, shape
-        self.modules: list[GemmShape] = shape.modules()
-        self.phase = PRETRAINING
-        self.consumed_samples = 0
-        layers = parse_pattern(shape.pattern).layers
-        problems: list[str] = []
-        self._phases = {PRETRAINING: resolve(config, self.modules, layers)}
-        for phase in PHASES[2:]:
-            self._phases[phase] = resolve(config, self.modules, layers, phase)
-        for resolution in self._phases.values():
-            problems += resolution.problems
-        self._stages = [self._phases[PRETRAINING].recipes]
-        problems += schedule_problems(config.schedule)
-        self._add_stages(len(layers), problems)
-        stages = [*(r.recipes for r in self._phases.values()), *self._stages]
-        used = {recipe for stage in stages for recipe in stage.values()}
-        problems += backend_problems(config, stages, self.modules)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        problems += reference_problems(config, used, device)
-        if problems:
-            raise ConfigError(dict.fromkeys(problems))
-        self.boundaries: list[int] | None = None
+        super().__init__(config, shape, total_samples, device)
         self._bound: list[tuple[str, Any]] = []
         self._state: PrecisionState | None = None
-        if total_samples is not None:
-            self.start(total_samples)
-
-    def _add_stages(self, num_layers: int, problems: list[str]) -> None:
-        book = RecipeBook(self.config)
-        for index, step in enumerate(self.config.schedule):
-            rule = step_rule(index, step)
-            to = book.get(step.recipe, rule.source, problems)
-            found = matching(rule, self.modules, num_layers, problems)
-            before = self._stages[-1]
-            if not before:
-                continue
-            after = dict(before)
-            lowered: list[tuple[str, str]] = []
-            for module in found:
-                changed = raise_precision(before[module.name], to, rule.gemms)
-                lowered += [
-                    (module.name, text) for text in lowered_operands(before[module.name], changed)
-                ]
-                after[module.name] = changed
-            if lowered:
-                name, text = lowered[0]
-                modules = len({module for module, _ in lowered})
-                problems.append(
-                    f"{rule.source} lowers the precision of {modules} modules, which a schedule "
-                    f"may not: {name} {text}; name other layers, modules or gemms in the step"
-                )
-            self._stages.append(after)
-
-    def start(self, total_samples: int) -> None:
-        """Turn the schedule's fractions into samples: when a run first starts."""
-        self.boundaries = [
-            math.ceil(Fraction(str(step.from_)) * total_samples) for step in self.config.schedule
-        ]
-
-    @property
-    def active_steps(self) -> int:
-        """How many steps of the schedule have taken effect."""
-        return sum(self.consumed_samples >= boundary for boundary in self.boundaries or [])
-
-    def recipe(self, name: str) -> GemmRecipe:
-        """The recipe that the linear layer of this global name has now."""
-        return self.recipes()[name]
-
-    def recipes(self) -> Mapping[str, GemmRecipe]:
-        """The recipe of every linear layer now, by global name."""
-        if self.phase != PRETRAINING:
-            return self._phases[self.phase].recipes
-        return self._stages[self.active_steps]
-
-    def resolution(self) -> Resolution:
-        """Which rules decided in the present phase."""
-        return self._phases[self.phase]
 
     def update(self, consumed_samples: int) -> list[str]:
         """Apply the schedule between two optimizer steps.
@@ -209,15 +102,6 @@ class PrecisionPlan:
         finally:
             self._hand_out()
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether some operand of some GEMM is made of codes now."""
-        return any(
-            is_quantized(recipe.spec(*name.split(".")))
-            for recipe in set(self.recipes().values())
-            for name in OPERANDS
-        )
-
     def _hand_out(self, recipes: Mapping[str, GemmRecipe] | None = None) -> None:
         recipes = self.recipes() if recipes is None else recipes
         for name, module in self._bound:
@@ -285,10 +169,7 @@ class PrecisionPlan:
 
     def notes(self) -> list[str]:
         """What is right but may surprise: padding, dtypes, a recipe that nothing uses."""
-        notes = self.resolution().notes + dimension_notes(self) + dtype_notes(self)
-        if not self.shape.vocab_size:
-            notes.append("the vocabulary is the data's: shares leave the output layer out")
-        return notes
+        return plan_notes(self)
 
     def flops_share(self) -> dict[str, float]:
         """Share of the training step's GEMM FLOPs by format; sums to 1."""

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The precision plan as rows, as text, and as shares of the GEMM FLOPs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +11,7 @@ from fused_ops.recipe import GemmRecipe, is_quantized
 from models.flops import FixedPart, fixed_parts
 from models.gemms import GemmShape, mamba_inner
 from models.precision_config import GEMMS
-
-if TYPE_CHECKING:
-    from models.precision_plan import PrecisionPlan
+from models.precision_stages import PrecisionStages
 
 _OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -40,7 +36,7 @@ def operand_formats(recipe: GemmRecipe, gemm: str, high: str) -> tuple[str, str]
     )
 
 
-def table_rows(plan: PrecisionPlan) -> list[dict[str, Any]]:
+def table_rows(plan: PrecisionStages) -> list[dict[str, Any]]:
     """See `PrecisionPlan.table`."""
     total = _total_flops(plan)
     high = run_format(plan.shape.config)
@@ -84,12 +80,12 @@ def _high_operands(high: str) -> dict[str, dict[str, str]]:
     return {gemm: dict.fromkeys(operands, high) for gemm, operands in _OPERANDS.items()}
 
 
-def _total_flops(plan: PrecisionPlan) -> float:
+def _total_flops(plan: PrecisionStages) -> float:
     fixed = sum(part.flops for part in fixed_parts(plan.shape) if part.gemm)
     return 3.0 * (sum(module.flops for module in plan.modules) + fixed)
 
 
-def flops_share(plan: PrecisionPlan) -> dict[str, float]:
+def flops_share(plan: PrecisionStages) -> dict[str, float]:
     """See `PrecisionPlan.flops_share`."""
     high = run_format(plan.shape.config)
     shares: dict[str, float] = defaultdict(float)
@@ -107,7 +103,7 @@ def flops_share(plan: PrecisionPlan) -> dict[str, float]:
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
 
 
-def dimension_notes(plan: PrecisionPlan) -> list[str]:
+def dimension_notes(plan: PrecisionStages) -> list[str]:
     """Contraction axes that are padded, and shards whose blocks are not those of the whole."""
     config = plan.shape.config
     notes: dict[str, list[str]] = defaultdict(list)
@@ -131,7 +127,9 @@ def dimension_notes(plan: PrecisionPlan) -> list[str]:
     return found + _sequence_notes(plan)
 
 
-def _dimension_note(kind: str, gemm: str, sizes: tuple[int, int, int], plan: PrecisionPlan) -> str:
+def _dimension_note(
+    kind: str, gemm: str, sizes: tuple[int, int, int], plan: PrecisionStages
+) -> str:
     length, ranks, multiple = sizes
     if length % multiple and ranks == 1:
         padded = -(-length // multiple) * multiple
@@ -155,7 +153,7 @@ def output_parts(module: GemmShape, config: Any) -> list[int]:
     return [module.n]
 
 
-def _sequence_notes(plan: PrecisionPlan) -> list[str]:
+def _sequence_notes(plan: PrecisionStages) -> list[str]:
     """Context parallelism gives a rank two pieces of the sequence: wgrad contracts them."""
     ranks = plan.shape.config.context_parallel_size
     if ranks == 1 or plan.config.amax_scope != "layout_invariant":
@@ -173,7 +171,7 @@ def _sequence_notes(plan: PrecisionPlan) -> list[str]:
     ]
 
 
-def dtype_notes(plan: PrecisionPlan) -> list[str]:
+def dtype_notes(plan: PrecisionStages) -> list[str]:
     """High-precision recipes whose name is not the dtype that the run computes in."""
     high = run_format(plan.shape.config)
     other = {
@@ -189,9 +187,17 @@ def dtype_notes(plan: PrecisionPlan) -> list[str]:
     ]
 
 
-def render(plan: PrecisionPlan) -> str:
+def plan_notes(plan: PrecisionStages) -> list[str]:
+    """See `PrecisionPlan.notes`."""
+    notes = plan.resolution().notes + dimension_notes(plan) + dtype_notes(plan)
+    if not plan.shape.vocab_size:
+        notes.append("the vocabulary is the data's: shares leave the output layer out")
+    return notes
+
+
+def render(plan: PrecisionStages) -> str:
     """See `PrecisionPlan.render`."""
-    rows = plan.table()
+    rows = table_rows(plan)
     cells = [("module", "weight", "GEMM", "left operand", "right operand", "share", "decided by")]
     for row in rows:
         rule = row.get("rule") or row.get("reason", "")
@@ -213,11 +219,11 @@ def render(plan: PrecisionPlan) -> str:
     return "\n".join([*lines, "", *_summary(plan)])
 
 
-def _summary(plan: PrecisionPlan) -> list[str]:
+def _summary(plan: PrecisionStages) -> list[str]:
     config = plan.config
     lines = [
         "share of GEMM FLOPs: "
-        + ", ".join(f"{name} {100 * share:.2f} %" for name, share in plan.flops_share().items()),
+        + ", ".join(f"{name} {100 * share:.2f} %" for name, share in flops_share(plan).items()),
         f"backend {config.backend}, decode {config.decode}, amax scope {config.amax_scope}",
     ]
     for index, step in enumerate(config.schedule):
@@ -226,4 +232,4 @@ def _summary(plan: PrecisionPlan) -> list[str]:
             f"from {at}: {', '.join(step.gemms)} of layers {step.layers}, modules {step.modules} "
             f"to {step.recipe}"
         )
-    return lines + [f"note: {note}" for note in plan.notes()]
+    return lines + [f"note: {note}" for note in plan_notes(plan)]
