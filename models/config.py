@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `model` and `parallel` sections of a run file, and megatron-core's config made from them."""
+"""The `model` section of a run file, its problems, and megatron-core's config made of it."""
 
 import dataclasses
 from dataclasses import field

@@ -10,13 +10,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as config_dataclass
 
-if TYPE_CHECKING:
-    from pretrain.train_step import StepResult
+from pretrain.step_result import StepResult
 
 Policy = Literal["log", "skip", "rollback", "stop"]
 
@@ -98,7 +97,7 @@ class BadSteps:
         )
         return Bad("spike", reason, config.spike_policy, score)
 
-    def after_update(self, result: "StepResult") -> Bad | None:
+    def after_update(self, result: StepResult) -> Bad | None:
         """What the gradient says, where the loss said nothing; None for an fp16 overflow."""
         if result.updated or result.overflow:
             return None

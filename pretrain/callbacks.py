@@ -4,7 +4,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,10 +16,8 @@ from pretrain.progress import Progress
 from pretrain.redact import mask_text
 from pretrain.report.page import write_report
 from pretrain.throughput import OwnTime, Regression, stragglers
+from pretrain.training import Training
 from pretrain.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from pretrain.trainer import Trainer
 
 log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
@@ -28,28 +26,28 @@ Row = Mapping[str, Any]
 class Callback:
     """Moments of a run; every one is called on every rank, in the order of the callbacks."""
 
-    def before_step(self, trainer: "Trainer", step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Before step `step` computes anything."""
 
-    def after_step(self, trainer: "Trainer", row: Row) -> None:
+    def after_step(self, trainer: Training, row: Row) -> None:
         """After a step: its row of metrics."""
 
-    def on_eval(self, trainer: "Trainer", row: Row) -> None:
+    def on_eval(self, trainer: Training, row: Row) -> None:
         """After an evaluation: its row of metrics."""
 
-    def on_event(self, trainer: "Trainer", kind: str, step: int, details: Row) -> None:
+    def on_event(self, trainer: Training, kind: str, step: int, details: Row) -> None:
         """Something that is neither: resume, save, skip, precision_switch, stop."""
 
-    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+    def on_rollback(self, trainer: Training, step: int) -> None:
         """The run went back to the checkpoint of `step`; what came after it will come again."""
 
-    def on_phase(self, trainer: "Trainer", phase: str) -> None:
+    def on_phase(self, trainer: Training, phase: str) -> None:
         """The run turns to evaluate, save or end; or it is done, or stopped."""
 
-    def on_error(self, trainer: "Trainer", error: BaseException) -> None:
+    def on_error(self, trainer: Training, error: BaseException) -> None:
         """The run fails with `error`; close follows."""
 
-    def close(self, trainer: "Trainer") -> None:
+    def close(self, trainer: Training) -> None:
         """The end of the run, however it came."""
 
 
@@ -59,28 +57,28 @@ class Record(Callback):
     def __init__(self, metrics: MetricsLogger, progress: Progress) -> None:
         self.metrics, self.progress = metrics, progress
 
-    def after_step(self, trainer: "Trainer", row: Row) -> None:
+    def after_step(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.after_step`."""
         self.metrics.log(row)
         self.progress.update(row)
 
-    def on_eval(self, trainer: "Trainer", row: Row) -> None:
+    def on_eval(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.on_eval`."""
         self.metrics.log(row)
         values = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k.startswith("val_loss"))
         self.progress.message(f"step {row['step']}: {values}")
 
-    def on_event(self, trainer: "Trainer", kind: str, step: int, details: Row) -> None:
+    def on_event(self, trainer: Training, kind: str, step: int, details: Row) -> None:
         """Signature: `Callback.on_event`."""
         self.metrics.event(kind, step, **details)
         said = "  ".join(f"{name} {value}" for name, value in details.items())
         self.progress.message(f"step {step}: {kind}  {said}".rstrip())
 
-    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+    def on_rollback(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.on_rollback`."""
         self.metrics.rewind(step)
 
-    def close(self, trainer: "Trainer") -> None:
+    def close(self, trainer: Training) -> None:
         """Signature: `Callback.close`."""
         self.progress.close()
         self.metrics.close()
@@ -98,29 +96,29 @@ class Watch(Callback):
         if self.heartbeat is not None:
             self.heartbeat.beat(**changes)
 
-    def before_step(self, trainer: "Trainer", step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.before_step`."""
         self.watchdog.mark("train", step)
         self._tell(phase="train", step=step)
 
-    def after_step(self, trainer: "Trainer", row: Row) -> None:
+    def after_step(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.after_step`."""
         self.watchdog.mark()
         self._tell(loss=row["loss"], tokens_per_s=round(row["tokens_per_s"], 1))
 
-    def on_phase(self, trainer: "Trainer", phase: str) -> None:
+    def on_phase(self, trainer: Training, phase: str) -> None:
         """Signature: `Callback.on_phase`."""
         self.watchdog.mark(phase)
         self._tell(phase=phase)
 
-    def on_error(self, trainer: "Trainer", error: BaseException) -> None:
+    def on_error(self, trainer: Training, error: BaseException) -> None:
         """Signature: `Callback.on_error`."""
         if isinstance(error, ConfigError):  # the next start is another one
             self._tell(phase="stopped")
             return
         self._tell(phase="failed", reason=mask_text(f"{type(error).__name__}: {error}"[:300]))
 
-    def close(self, trainer: "Trainer") -> None:
+    def close(self, trainer: Training) -> None:
         """Signature: `Callback.close`."""
         self.watchdog.close()
         if self.heartbeat is not None:
@@ -139,11 +137,11 @@ class Throughput(Callback):
         self._named: list[int] = []
         self._steps = 0
 
-    def before_step(self, trainer: "Trainer", step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.before_step`."""
         self.own.begin()
 
-    def after_step(self, trainer: "Trainer", row: Row) -> None:
+    def after_step(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.after_step`. Collective once a window."""
         self._steps += 1
         slower = self.regression.note(row["seconds"])
@@ -161,7 +159,7 @@ class Throughput(Callback):
 class Report(Callback):
     """report.html, when the run ends."""
 
-    def close(self, trainer: "Trainer") -> None:
+    def close(self, trainer: Training) -> None:
         """Signature: `Callback.close`. A report that fails costs the report, not the run."""
         if not trainer.world.is_main:
             return
@@ -180,7 +178,7 @@ class Profile(Callback):
         self.steps, self.folder = frozenset(steps), folder
         self._profiler: torch.profiler.profile | None = None
 
-    def before_step(self, trainer: "Trainer", step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.before_step`."""
         if step not in self.steps:
             return
@@ -191,7 +189,7 @@ class Profile(Callback):
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
-    def after_step(self, trainer: "Trainer", row: Row) -> None:
+    def after_step(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.after_step`."""
         if self._profiler is None:
             return
@@ -206,7 +204,7 @@ class Profile(Callback):
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def close(self, trainer: "Trainer") -> None:
+    def close(self, trainer: Training) -> None:
         """Signature: `Callback.close`."""
         if self._profiler is not None:  # the step failed
             self._profiler.stop()

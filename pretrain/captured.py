@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from fused_ops.scaled_matmul import reference, scaled_matmul
 from fused_ops.testing import relative_mse
 from pretrain.callbacks import Callback, Row
 from pretrain.numerics_watch import watched_modules
-
-if TYPE_CHECKING:
-    from pretrain.trainer import Trainer
+from pretrain.training import Training
 
 Layer = dict[str, Tensor]
 _KEPT = {("fprop", "x"): "x", ("fprop", "w"): "w", ("dgrad", "dy"): "dy"}
@@ -67,7 +65,7 @@ class Capture(Callback):
         self.layers: dict[str, Layer] = {}
         self._observed: list[Any] = []
 
-    def before_step(self, trainer: "Trainer", step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.before_step`."""
         if step != self.step:
             return
@@ -83,7 +81,7 @@ class Capture(Callback):
                 f"{', '.join(name for name, _ in plain)}; patterns may have *"
             )
 
-    def after_step(self, trainer: "Trainer", row: Row) -> None:
+    def after_step(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.after_step`."""
         for module in self._observed:
             module.observer = None

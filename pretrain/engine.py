@@ -2,6 +2,7 @@
 """Builds what a run trains: model, its precision, gradient buffers, optimizer, schedule."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch import Tensor
 
 from fused_ops.errors import ConfigError
 from fused_ops.mamba2_scan.self_check import LENGTH, scan_problem
@@ -26,10 +28,12 @@ from models.gemms import mamba_inner
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
 from pretrain.checkpoint.agree import on_all
-from pretrain.config import PretrainConfig
-from pretrain.cuda_graph import StepGraph
 from pretrain.initialize import World, seed_everything
 from pretrain.optimizer import OptimizerSetting, build_optimizer, build_scheduler
+from pretrain.pretrain_config import PretrainConfig
+
+Work = Callable[[Sequence[dict[str, Any]]], Tensor]
+"""Forward and backward of prepared micro-batches; gives the sums of losses and tokens."""
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Engine:
     clip_grad: float
     seq_length: int
     micro_batch_size: int
-    graph: StepGraph | None = None
+    graph: Work | None = None
     """How steps are recorded and replayed; None: they are launched one by one."""
 
     def __post_init__(self) -> None:

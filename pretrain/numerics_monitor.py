@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fused_ops.keys import GEMMS, OPERANDS
 from fused_ops.operand_error import operand_figures, product_figures
@@ -19,9 +19,7 @@ from pretrain.engine import Engine
 from pretrain.history import NUMERICS_FILE, JsonlSink, Row
 from pretrain.monitor_config import MonitorConfig
 from pretrain.numerics_watch import NumericsWatch
-
-if TYPE_CHECKING:
-    from pretrain.trainer import Trainer
+from pretrain.training import Training
 
 
 class NumericsMonitor(Callback):
@@ -48,7 +46,7 @@ class NumericsMonitor(Callback):
         self._watch: NumericsWatch | None = None
         self._attached = contextlib.ExitStack()
 
-    def before_step(self, trainer: "Trainer", step: int) -> None:
+    def before_step(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.before_step`. Collective in models with experts."""
         if step % self.config.interval:
             return
@@ -56,7 +54,7 @@ class NumericsMonitor(Callback):
         self._watch = NumericsWatch(self.engine, limits, self.config.experts)
         self._attached.enter_context(self._watch.attached())
 
-    def after_step(self, trainer: "Trainer", row: Mapping[str, Any]) -> None:
+    def after_step(self, trainer: Training, row: Mapping[str, Any]) -> None:
         """Signature: `Callback.after_step`. Collective after a monitored step."""
         watch, self._watch = self._watch, None
         if watch is None:
@@ -71,12 +69,12 @@ class NumericsMonitor(Callback):
             self.sink.write(one)
         self.show({"step": row["step"], **flat_figures(rows)})
 
-    def on_rollback(self, trainer: "Trainer", step: int) -> None:
+    def on_rollback(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.on_rollback`."""
         if self.sink is not None:
             self.sink.rewind(step)
 
-    def close(self, trainer: "Trainer") -> None:
+    def close(self, trainer: Training) -> None:
         """Signature: `Callback.close`."""
         self._attached.close()
         if self.sink is not None:

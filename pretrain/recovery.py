@@ -4,15 +4,13 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.bad_steps import Bad, BadSteps, TrainingError
 from pretrain.data.loader import MicroBatch
 from pretrain.inspect_step import inspect_step, write_dump
-from pretrain.train_step import StepResult
-
-if TYPE_CHECKING:
-    from pretrain.trainer import Trainer
+from pretrain.step_result import StepResult
+from pretrain.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ class Recovery:
     Every rank calls the same methods in the same order.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Training) -> None:
         self.trainer = trainer
         self.judge = BadSteps(trainer.config.train.bad_steps)
         self._bad: Bad | None = None

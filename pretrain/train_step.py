@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,32 +18,10 @@ from models.precision import PrecisionState
 from pretrain.cuda_graph import StepGraph
 from pretrain.engine import Engine
 from pretrain.optimizer import update
+from pretrain.step_result import StepResult
 
 MicroBatch = Mapping[str, Any]
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step leaves to be recorded; the same on every rank."""
-
-    loss: float
-    """Mean over the tokens of the global batch that count."""
-    tokens: int
-    """How many those are."""
-    grad_norm: float
-    """Before clipping; inf or nan where the step was skipped."""
-    lr: float
-    updated: bool
-    """False: an overflow, or an operand or gradient that is not finite; weights are as before."""
-    nonfinite_operand: bool
-    """Whether a quantized GEMM met Inf or NaN."""
-    stop: bool
-    """Whether any rank asked to stop."""
-    overflow: bool = False
-    """The step was skipped because the fp16 loss scale was too high; it is lower now."""
-    refused: bool = False
-    """The loss alone forbade the update."""
 
 
 def train_step(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its config to its last checkpoint: the loop, and the state that it carries."""
+"""A run from its config to its last checkpoint: the loop, and what it is built of."""
 
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,43 +44,15 @@ from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
-from pretrain.train_step import StepResult, record_steps, train_step
+from pretrain.step_result import StepResult
+from pretrain.train_step import record_steps, train_step
+from pretrain.training import TrainState
 from pretrain.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
 """RUN/stop asks a run to save and stop, as SIGTERM does."""
-
-
-@dataclass
-class TrainState:
-    """How far a run is; with the weights and the optimizer, all that a resumed run needs."""
-
-    step: int = 0
-    """Completed steps, skipped ones included."""
-    consumed_samples: int = 0
-    """Samples that went through the model: the position in the data."""
-    consumed_tokens: int = 0
-    """The same in tokens."""
-    skipped: int = 0
-    """Steps without an update."""
-    skipped_in_a_row: int = 0
-    """Of these, since the last update."""
-    recent_losses: list[float] = field(default_factory=list)
-    """Of good steps: what a loss spike is judged by."""
-    rollbacks: int = 0
-    """How often a bad step sent the run back to a checkpoint."""
-    skip: list[list[int]] = field(default_factory=list)
-    """Batches that were left out then, as [first, last] sample."""
-
-    def advance(self, consumed_samples: int, tokens: int, updated: bool) -> None:
-        """After a step, which ended at position `consumed_samples` of the data."""
-        self.step += 1
-        self.consumed_samples = consumed_samples
-        self.consumed_tokens += tokens
-        self.skipped += not updated
-        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
 
 
 def _data_state(found: Found | None) -> dict[str, Any] | None:

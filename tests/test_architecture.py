@@ -2,6 +2,7 @@
 """The rules of the house that a machine can check: layering, sizes, tree, no private paths."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("fused_ops", "models", "pretrain", "tools")  # a room may import those before it
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 500, 700, 60, 8
+# (importer, imported) of imports that may close a circle: why the two cannot do without each other.
+HONEST_CIRCLES: dict[tuple[str, str], str] = {}
 # What fused_ops may import anywhere; other packages only inside a function of a back-end file.
 FUSED_OPS_ALLOWED = {"torch", "fused_ops"} | set(sys.stdlib_module_names)
 OPTIONAL = {"triton", "transformer_engine", "mamba_ssm", "causal_conv1d", "apex", "nvmath"}
@@ -56,6 +59,44 @@ def test_imports_flow_one_way():
                 if top == "tools" and room == "tools" and name.split(".")[1:2] not in ([], [own]):
                     wrong.append(f"{where(path, line)}: nothing imports a tool ({name})")
     assert not wrong, "\n".join(wrong)
+
+
+def imported_files(path: Path, files: dict[str, str]) -> set[str]:
+    """Those of `files` (by module name) that a file names in imports, be it for types alone."""
+    found: set[str | None] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {files.get(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found.add(files.get(f"{node.module}.{alias.name}", files.get(node.module or "")))
+    return {name for name in found if name} - {str(path.relative_to(ROOT))}
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of importers, a line each, until none is left; takes its imports from `graph`."""
+    found: list[str] = []
+    while True:
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+            return found
+        except graphlib.CycleError as error:
+            circle = error.args[1][::-1]
+            found.append(" -> ".join(circle))
+            graph[circle[0]].remove(circle[1])
+
+
+def test_no_file_imports_one_that_imports_it():
+    paths = {str(path.relative_to(ROOT)): path for path in sources(*ROOMS)}
+    files = {name.removesuffix(".py").replace("/", "."): name for name in paths}
+    files |= {n.removesuffix(".__init__"): f for n, f in files.items() if n.endswith(".__init__")}
+    graph = {name: imported_files(path, files) for name, path in paths.items()}
+    assert sum(map(len, graph.values())) > len(graph), "imports are no longer found"
+    for importer, imported in HONEST_CIRCLES:
+        assert imported in graph[importer], f"{importer} no longer imports {imported}"
+        graph[importer].remove(imported)
+    found = circles(graph)
+    assert not found, "what both need goes into a file below both:\n" + "\n".join(found)
 
 
 def test_fused_ops_needs_torch_alone():

@@ -23,10 +23,10 @@ from models.conversion.sections import (
 from models.hf_mapping import FAMILIES
 from models.hf_mapping.table import Family
 from models.pattern import parse_pattern
-from pretrain.config import DTYPES
 from pretrain.conversion.opened import OpenCheckpoint
 from pretrain.conversion.progress import Bar
 from pretrain.conversion.verifying import Pair, Verdict, verify_pair
+from pretrain.pretrain_config import DTYPES
 
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -17,8 +17,9 @@ from pretrain.checkpoint.config import find_latest
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.tensors import AVERAGE, TensorReader
-from pretrain.config import DTYPES, PretrainConfig, make_config
+from pretrain.config import make_config
 from pretrain.data.manifest import load_manifest
+from pretrain.pretrain_config import DTYPES, PretrainConfig
 
 CARRIED = "hf."
 """Files of a model folder travel in a checkpoint under their name with this in front."""

@@ -6,14 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.environment import NEEDED, OPTIONAL
+from pretrain.history import Row
 from pretrain.report.charts import Chart, Mark, Series, number, render, smooth
-
-if TYPE_CHECKING:
-    from pretrain.history import Row
-    from pretrain.report.page import Run
+from pretrain.report.run_data import Run
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 _FAMILIES = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
@@ -24,7 +22,7 @@ _RIGHT = ' class="right"'
 Points = list[tuple[float, float]]
 
 
-def header(run: "Run") -> str:
+def header(run: Run) -> str:
     """Name, one line of facts, and what could not be read."""
     config = run.config or {}
     model, precision = _section(config, "model"), _section(config, "precision")
@@ -41,7 +39,7 @@ def header(run: "Run") -> str:
     return f'<header><h1>{escape(run.name)}</h1><p class="lead">{lead}</p>{problems}</header>'
 
 
-def tiles(run: "Run") -> str:
+def tiles(run: Run) -> str:
     """The figures that a reader asks for first."""
     rows, shown = run.training, []
     for name, points in run.validation.items():
@@ -79,7 +77,7 @@ def tiles(run: "Run") -> str:
     return '<dl class="tiles card">' + "".join(map(_tile, shown)) + "</dl>"
 
 
-def curves(run: "Run") -> str:
+def curves(run: Run) -> str:
     """Loss large; learning rate, gradient norm and throughput beside each other."""
     losses = _points(run.training, "loss")
     marks = _marks(run)
@@ -112,7 +110,7 @@ def curves(run: "Run") -> str:
     )
 
 
-def precision(run: "Run") -> str:
+def precision(run: Run) -> str:
     """Share of GEMM work by format, and the format of every GEMM of every layer."""
     rows = _precision_rows(run.precision)
     if not rows:
@@ -145,7 +143,7 @@ def precision(run: "Run") -> str:
     )
 
 
-def events(run: "Run") -> str:
+def events(run: Run) -> str:
     """What happened: resumes, skipped steps, precision switches, saves."""
     found: list[tuple[int, str, str]] = []
     for row in run.events:
@@ -176,7 +174,7 @@ def events(run: "Run") -> str:
     )
 
 
-def environment(run: "Run") -> str:
+def environment(run: Run) -> str:
     """What the run ran on."""
     if not run.environment:
         return ""
@@ -185,7 +183,7 @@ def environment(run: "Run") -> str:
     return "<h2>Environment</h2>" + _cards({"machine": plain, **nested}, _spoken)
 
 
-def configuration(run: "Run") -> str:
+def configuration(run: Run) -> str:
     """The resolved configuration by section; a file that cannot be parsed as it stands."""
     if run.config:
         return "<h2>Configuration</h2>" + _cards(
@@ -221,7 +219,7 @@ def _tile(entry: tuple[str, str, str]) -> str:
     return f'<div class="tile"><dt>{label}</dt><dd>{value}{small}</dd></div>'
 
 
-def _progress(run: "Run") -> str:
+def _progress(run: Run) -> str:
     if not run.training:
         return "no steps yet"
     total = _section(run.config or {}, "train").get("steps")
@@ -234,17 +232,17 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _points(rows: "Sequence[Row]", key: str) -> Points:
+def _points(rows: Sequence[Row], key: str) -> Points:
     return [(float(r["step"]), r[key]) for r in rows if math.isfinite(r.get(key, math.nan))]
 
 
-def _span(run: "Run") -> tuple[float, float] | None:
+def _span(run: Run) -> tuple[float, float] | None:
     steps = [r["step"] for r in run.training]
     steps += [s for points in run.validation.values() for s, _ in points]
     return (float(min(steps)), float(max(steps))) if steps else None
 
 
-def _marks(run: "Run") -> list[Mark]:
+def _marks(run: Run) -> list[Mark]:
     marks = [
         Mark(
             float(r["step"]),
@@ -261,14 +259,14 @@ def _marks(run: "Run") -> list[Mark]:
     return marks[:400]
 
 
-def _levels(run: "Run") -> list[tuple[float, str]]:
+def _levels(run: Run) -> list[tuple[float, str]]:
     if run.unigram_entropy is None:
         return []
     return [(run.unigram_entropy, f"unigram entropy {run.unigram_entropy:.3f}")]
 
 
 def _small_figure(
-    run: "Run",
+    run: Run,
     key: str,
     title: str,
     color: str,

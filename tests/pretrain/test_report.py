@@ -8,7 +8,8 @@ import pytest
 
 from pretrain.history import encode_row
 from pretrain.report.numerics import cost
-from pretrain.report.page import load_run, main, render_page, write_report
+from pretrain.report.page import main, render_page, write_report
+from pretrain.report.run_data import load_run
 from tests.pretrain.run_folder import write_run
 
 FILES = ("metrics.jsonl", "config.yaml", "environment.json", "precision.json")
