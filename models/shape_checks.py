@@ -76,7 +76,7 @@ def _needed(pattern: Pattern, values: dict[str, Any]) -> list[str]:
     if experts and not pattern.has("E"):
         problems.append(
             f"model.megatron.num_moe_experts is {experts}, but model.pattern has no layer of "
-            "experts; add E layers or remove it"
+            "experts; add E layers, or remove it and all moe_* settings (KEY=null)"
         )
     return problems
 

@@ -20,8 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
+try:
+    import torch
+    from torch.overrides import TorchFunctionMode
+except ModuleNotFoundError:
+    sys.stderr.write(
+        f"error: the packages of requirements.txt must be installed; {sys.executable} has no "
+        "torch: make .venv, then source .venv/bin/activate\n"
+    )
+    sys.exit(2)
 
 _CPU = torch.device("cpu")
 # Where they are installed, megatron-core sums gradient norms and updates weights with them.
@@ -51,6 +58,8 @@ def enable() -> bool:
     _keep_mode_in_backward(_mode)
     # "CPU RNG state changed": on a CPU it is meant to.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # "No CUDA runtime is found": where nvcc is there without a GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return True
 
 

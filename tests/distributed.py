@@ -22,6 +22,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import multiprocessing.util
 import os
 import random
 import signal
@@ -235,6 +236,8 @@ def _fork(request: str, log: str, env: dict[str, str]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        with contextlib.suppress(Exception):  # a save of megatron-core's own starts a server
+            multiprocessing.util._exit_function()
         os._exit(code)
 
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import refused
+from pretrain.command_line import prepare, refused
 from pretrain.data.manifest import DataError, load_manifest
 from pretrain.data.stats import (
     bits,
@@ -111,9 +111,7 @@ def stats(options: argparse.Namespace) -> int:
 
 
 def _config(path: Path, overrides: list[str]):  # noqa: ANN202 (only known once megatron may load)
-    from pretrain import cpu_compat
-
-    cpu_compat.enable()
+    prepare()
     from pretrain.config import load_config
 
     return load_config(path, overrides)

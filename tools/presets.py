@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import yaml
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
+from pretrain.command_line import prepare, refused
 
 DEFAULT_VOCAB = 32768
 
@@ -29,12 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="rows of the embedding where the preset leaves it to the data (%(default)s)",
     )
     options = parser.parse_args(arguments)
-    cpu_compat.enable()
+    prepare()
     try:
         print(describe(options.name, options.vocab_size) if options.name else overview(options))
     except ConfigError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

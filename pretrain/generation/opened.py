@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_ops.errors import ConfigError
 from models.config import ModelConfig, ParallelConfig, transformer_config
-from models.generation.cached_model import CachedModel
+from models.generation.cached_model import CachedModel, shared_over_tokens
 from models.generation.sampling import Request, Sampling, generate
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
@@ -226,10 +226,17 @@ class OpenedModel:
 
     def notes(self, prompts: Sequence[Collection[int]], count: int) -> list[str]:
         """What is allowed and may surprise."""
+        found = []
         longest, trained = max(map(len, prompts)) + count, self.config.model.seq_length
         if longest > trained:
-            return [
+            found.append(
                 f"texts of up to {longest} tokens, and the model was trained on {trained}: "
                 "what it says behind that place may be poor"
-            ]
-        return []
+            )
+        if len(prompts) > 1 and (shared := shared_over_tokens(self.model)):
+            found.append(
+                f"{len(shared)} linear layers share an amax over the tokens of a batch: a text "
+                "depends on the prompts beside it; ask for one a call, or set a recipe that "
+                "--batch-invariant takes, such as nvfp4_pow2"
+            )
+        return found

@@ -121,10 +121,13 @@ def test_several_prompts_go_together(trained, tmp_path, capsys):
     assert "shares an amax with others" in capsys.readouterr().err
     assert main([str(trained), "--prompt", "w9", "--tokens", "2", "--batch-invariant"]) == 2
     assert capsys.readouterr().out == "", "the prompt is no answer"
+    assert main([str(trained), *words, "--tokens", "2"]) == 0
+    assert "a text depends on the prompts beside it" in capsys.readouterr().err
     words += ["--batch-invariant", "precision.recipe=nvfp4_pow2"]
     assert main([str(trained), *words]) == 0
     printed = capsys.readouterr()
     assert "up to 44 tokens, and the model was trained on 32" in printed.err
+    assert "beside it" not in printed.err
     texts = [text.partition("] ")[2] for text in printed.out.strip().split("\n\n")]
     assert len(texts) == 3
     for prompt, text in zip(("w5 w6", "w9", "w3 w4 w5"), texts):
