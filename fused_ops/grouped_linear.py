@@ -63,8 +63,9 @@ def grouped_linear(
     """
     if is_dynamo_compiling():
         return outside_graph(grouped_linear, x, weight, tokens_per_expert, call=call)
-    listed = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else None
-    counts = [int(n) for n in (tokens_per_expert if listed is None else listed)]
+    if isinstance(tokens_per_expert, Tensor):
+        tokens_per_expert = tokens_per_expert.tolist()
+    counts = [int(n) for n in tokens_per_expert]
     if weight.dim() != 3 or x.dim() != 2:
         raise ValueError(
             "grouped_linear needs x [tokens, in] and weight [experts, out, in], got "

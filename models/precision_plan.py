@@ -6,13 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from fused_ops.errors import ConfigError
 from fused_ops.recipe import RECIPES, GemmRecipe
 from models import delayed
-from models.flops import ModelShape
-from models.precision_config import PrecisionConfig
 from models.precision_stages import PrecisionStages
 from models.precision_state import PrecisionState
 from models.precision_table import flops_share, plan_notes, render, table_rows
@@ -24,16 +20,8 @@ class PrecisionPlan(PrecisionStages):
     Arguments and errors are those of `PrecisionStages`.
     """
 
-    def __init__(
-        self,
-        config: PrecisionConfig,
-        shape: ModelShape,
-        total_samples: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(config, shape, total_samples, device)
-        self._bound: list[tuple[str, Any]] = []
-        self._state: PrecisionState | None = None
+    _bound: tuple[tuple[str, Any], ...] = ()
+    _state: PrecisionState | None = None
 
     def update(self, consumed_samples: int) -> list[str]:
         """Apply the schedule between two optimizer steps.
@@ -70,7 +58,7 @@ class PrecisionPlan(PrecisionStages):
             module.amax_scope = self.config.amax_scope
             module.backend = self.config.backend
             module.communicate = self.config.communicate
-            self._bound.append((name, module))
+            self._bound += ((name, module),)
         self._state = state
         self._hand_out()
 

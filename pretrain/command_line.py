@@ -5,7 +5,10 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from fused_ops.errors import ConfigError
 
 
 def prepare() -> None:
@@ -28,6 +31,25 @@ def recipe_settings(text: str) -> tuple[str, list[str]]:
     named, *own = text.split("+")
     recipe, decode = split_label(named)
     return recipe, [*([f"precision.decode={decode}"] if decode else []), *own]
+
+
+def each_recipe[Result](
+    labels: Sequence[str], make: Callable[[str, list[str]], Result]
+) -> dict[str, Result]:
+    """{label: make(recipe, its settings)} of what --recipes names, as `recipe_settings` reads it.
+
+    Raises ConfigError: the problems of all of them, each behind its label.
+    """
+    found: dict[str, Result] = {}
+    problems: list[str] = []
+    for label in labels:
+        try:
+            found[label] = make(*recipe_settings(label))
+        except ConfigError as error:
+            problems += [f"--recipes {label}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def output_problems(option: str, path: Path | None) -> list[str]:

@@ -37,7 +37,7 @@ import torch
 
 from fused_ops.errors import ConfigError
 from models.presets import get_preset
-from pretrain.command_line import prepare, recipe_settings, refused
+from pretrain.command_line import each_recipe, prepare, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,16 +257,9 @@ def read_configs(
         ConfigError: all problems of `--set`, or else of the recipes.
     """
     plain = run_config(model, "bf16", overrides)
-    found, problems = {}, []
-    for text in recipes:
-        try:
-            recipe, own = recipe_settings(text)
-            found[text] = run_config(model, recipe, [*overrides, *own])
-        except ConfigError as error:
-            problems += [f"--recipes {text}: {problem}" for problem in error.problems]
-    if problems:
-        raise ConfigError(problems)
-    return plain, found
+    return plain, each_recipe(
+        recipes, lambda recipe, own: run_config(model, recipe, [*overrides, *own])
+    )
 
 
 def label(text: str) -> str:

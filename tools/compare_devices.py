@@ -60,18 +60,17 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
     from pretrain.parity.devices import (
+        check_run,
         compare,
         cpu_losses,
         other_code,
-        problems_of,
         run_file,
         write_config,
     )
 
     recipes = [recipe.strip() for recipe in options.recipes.split(",")]
     run = run_file(folder / "data", folder / "runs", options.pattern, options.steps)
-    if problems := problems_of(run, recipes):
-        raise ConfigError(problems)
+    check_run(run, recipes)
     text = options.text
     if text is None:
         text = folder / "text.jsonl"

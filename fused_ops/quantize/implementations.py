@@ -12,13 +12,13 @@ from fused_ops.quantize import (
     triton_fp8,
     triton_wide,
 )
+from fused_ops.quantize.amax_op import AMAX
 
 QUANTIZE = Op("quantize")
 QUANTIZE.register(Implementation("triton", triton_backend.quantize, triton_backend.supports))
 QUANTIZE.register(Implementation("triton_fp8", triton_fp8.quantize, triton_fp8.supports))
 QUANTIZE.register(Implementation("triton_wide", triton_wide.quantize, triton_wide.supports))
 QUANTIZE.register(Implementation("reference", reference.quantize, always))
-AMAX = Op("operand_amax")
 AMAX.register(Implementation("triton", triton_amax.operand_amax, triton_amax.amax_supports))
 AMAX.register(Implementation("triton_wide", triton_wide.operand_amax, triton_wide.amax_supports))
 AMAX.register(Implementation("reference", reference.operand_amax, always))

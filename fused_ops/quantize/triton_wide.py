@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fused_ops.codecs import ELEMENT_MAX, pad_to, roundup
 from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
-from fused_ops.quantize import reference, triton_amax, triton_launch
+from fused_ops.quantize import triton_launch
+from fused_ops.quantize.amax_op import AMAX
 from fused_ops.quantize.hadamard import factors
 from fused_ops.quantize.philox import Key
 from fused_ops.quantize.triton_backend import FORMS, Output
@@ -152,7 +153,7 @@ def quantize(
     how = _How(columns, signs, key, origin, form)
     rows, cols = (x.shape[1], x.shape[0]) if columns else (x.shape[0], x.shape[1])
     if spec.format == "nvfp4":
-        amax = _own_amax(x, spec, columns, signs) if amax is None else amax
+        amax = AMAX(x, spec, columns=columns, signs=signs) if amax is None else amax
         padded = roundup(cols, spec.multiple)
         output = Output.new(spec, form, rows, padded if spec.hadamard else cols, amax, rows)
         _launch(x, spec, how, amax, output.main, output.scales)
@@ -171,15 +172,6 @@ def quantize(
     scales = x.new_empty((-(-rows // spec.block[0]), blocks), dtype=scale_type)
     _launch(x, spec, how, used, main, scales)
     return QuantizedTensor(main, scales, used, shape, spec)
-
-
-def _own_amax(x: Tensor, spec: OperandSpec, columns: bool, signs: Tensor | None) -> Tensor:
-    """As AMAX of `fused_ops.quantize.implementations`, which stands above this file."""
-    if amax_supports(x, spec, columns=columns, signs=signs) is None:
-        return operand_amax(x, spec, columns=columns, signs=signs)
-    if triton_amax.amax_supports(x, spec, columns=columns, signs=signs) is None:
-        return triton_amax.operand_amax(x, spec, columns=columns, signs=signs)
-    return reference.operand_amax(x, spec, columns=columns, signs=signs)
 
 
 def _launch(

@@ -251,12 +251,19 @@ def group_runs(runs: Sequence[RunData]) -> list[Row]:
     return rows
 
 
-def differences(row: Row, base: Row, *, precision: bool = False) -> list[str]:
-    """Settings in which a row differs from the base, those of precision only if asked for: beside
-    them there is no fair comparison."""
-    own, other = row.settings, base.settings
+def differences(row: Row, base: Row) -> list[str]:
+    """Settings beside precision in which a row differs from the base: no fair comparison then."""
+    other, own = (
+        {key: value for key, value in each.settings.items() if not key.startswith("precision.")}
+        for each in (base, row)
+    )
+    return apart(other, own)
+
+
+def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """ "setting: its value in one and in the other" of all that differ, of flat settings."""
     return [
-        f"{key}: {other.get(key)} and {own.get(key)}"
-        for key in sorted(own.keys() | other.keys())
-        if own.get(key) != other.get(key) and (precision or not key.startswith("precision."))
+        f"{key}: {one.get(key)} and {other.get(key)}"
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key)
     ]

@@ -22,23 +22,21 @@ import numpy as np
 import yaml
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import recipe_settings
+from pretrain.command_line import each_recipe, recipe_settings
 from pretrain.config import make_config
 from pretrain.config_file import apply_overrides, parse_overrides
 from pretrain.data.manifest import MANIFEST_NAME, Manifest
 from pretrain.data.writer import write_shard
-from pretrain.environment import ENVIRONMENT_FILE, sources_digest
+from pretrain.environment import ENVIRONMENT_FILE
 from pretrain.history import METRICS_FILE, read_metrics
+from pretrain.start import code_digest
 
-ROOT = Path(__file__).resolve().parents[2]
 EOD, VOCAB = 256, 257
 MODEL = {
     "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2,
     "kv_channels": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "mamba_num_groups": 1,
     "mamba_state_dim": 32,
 }  # fmt: skip
-_DIGITS = 12
-"""Of a digest of the code, as other tools tell it."""
 ORDERS = (1, 2)
 """Seeds of other orders: the band is the larger of their differences from the plain one."""
 
@@ -177,21 +175,16 @@ def _settings(recipe: str) -> tuple[str, list[str]]:
     return re.sub(r"[^\w.-]", "_", recipe), [f"precision.recipe={name}", *own]
 
 
-def problems_of(run: Mapping[str, Any], recipes: Sequence[str]) -> list[str]:
-    """What is wrong with a run of `run_file`, or its recipes, RECIPE[:DECODE][+KEY=VALUE...]."""
-    problems: list[str] = []
-    try:
-        make_config(run)
-    except ConfigError as error:
-        return error.problems
-    for recipe in recipes:
+def check_run(run: Mapping[str, Any], recipes: Sequence[str]) -> None:
+    """ConfigError for a run of `run_file`, or else for its recipes, that cannot be trained."""
+
+    def make(recipe: str, own: list[str]) -> None:
         data = copy.deepcopy(dict(run))
-        try:
-            apply_overrides(data, parse_overrides(_settings(recipe)[1]))
-            make_config(data)
-        except ConfigError as error:
-            problems += [f"--recipes {recipe}: {problem}" for problem in error.problems]
-    return problems
+        apply_overrides(data, parse_overrides([f"precision.recipe={recipe}", *own]))
+        make_config(data)
+
+    make_config(run)
+    each_recipe(recipes, make)
 
 
 def cpu_losses(config: Path, recipe: str) -> Any:
@@ -224,11 +217,11 @@ def compare(config: Path, recipe: str, gpu: bool) -> Comparison:
 def other_code(config: Path, recipe: str, gpu: bool) -> list[str]:
     """A sentence for each run that `compare` takes, was kept, and has other code than this."""
     label, _ = _settings(recipe)
-    now, said, runs = sources_digest(ROOT)[:_DIGITS], [], config.parent / "runs"
+    now, said, runs = code_digest(), [], config.parent / "runs"
     places = {runs / f"{label}-cpu", *runs.glob(f"{label}-{'gpu' if gpu else 'cpu'}*")}
     for place in sorted(places):
         environment = _read_note(place / ENVIRONMENT_FILE) or {}
-        code = str((environment.get("code") or {}).get("sources", ""))[:_DIGITS]
+        code = str((environment.get("code") or {}).get("sources", ""))[: len(now)]
         if code != now and _read_losses(place / METRICS_FILE).size:
             said.append(
                 f"{place.name} was trained with other code (sources {code or 'not recorded'}; this "

@@ -26,11 +26,11 @@ def report(study: Study, folder: Path, text: Path) -> list[str]:
     """
     if not text.is_file():
         raise ConfigError(f"--report must name a text with marks, as STUDY.md; there is no {text}")
-    if problems := problems_of([run for run in study.runs if has_ended(run)]):
-        raise ConfigError(problems)
     path, said = folder / RESULTS_FILE, []
     if any(is_finished(run) for run in study.runs):
         said.append(f"{path}: {write_results(study, path)} runs")
+    elif problems := problems_of([run for run in study.runs if has_ended(run)]):
+        raise ConfigError(problems)
     elif not path.exists():
         raise ConfigError(f"no run of the study has finished, and there is no {path}; run it first")
     base_row, models = read_results(path)

@@ -122,11 +122,10 @@ def _lost(study: Study, before: Sequence[ModelResults], path: Path) -> list[str]
     ]
     if not gone:
         return []
-    few = ", ".join(gone[:4]) + (", ..." if len(gone) > 4 else "")
     return [
         f"a report must not lose runs; {path} has {len(gone)} that have not finished in "
-        f"{study.runs[0].folder.parent} ({few}); put their folders there too, or delete the file "
-        "to begin anew"
+        f"{study.runs[0].folder.parent} ({_few(gone)}); put their folders there too, or delete the "
+        "file to begin anew"
     ]
 
 
@@ -165,12 +164,15 @@ def _data_problems(model: str, runs: Sequence[RunData]) -> list[str]:
     other = [run.name for run in known if run.data != known[0].data]
     if not other:
         return []
-    few = ", ".join(other[:4]) + (", ..." if len(other) > 4 else "")
     return [
-        f"runs of {model} must have read the same data; {few} read other tokens than "
+        f"runs of {model} must have read the same data; {_few(other)} read other tokens than "
         f"{known[0].name} (data in environment.json); train them on the same shards, or move "
         "their folders away"
     ]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def _config(runs: Sequence[StudyRun], row: str) -> PretrainConfig:

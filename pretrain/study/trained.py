@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pretrain.comparison.runs import RunData, read_run, trained_settings
+from pretrain.comparison.runs import RunData, apart, read_run, trained_settings
 from pretrain.config import make_config
 from pretrain.config_file import encode
 from pretrain.study.plan import StudyRun, steps_done
@@ -51,18 +51,10 @@ def changes(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
             wanted[key] = placeless(trained_settings(encode(make_config(run.data))))
         own, there = wanted[key], read(run)
         trained = {**there.settings, "run.seed": there.seed}
-        texts = _apart(trained, {**own, "run.seed": run.data["run"]["seed"]})
+        texts = apart(trained, {**own, "run.seed": run.data["run"]["seed"]})
         if texts:
             found[run.name] = texts
     return found
-
-
-def _apart(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key}: {there.get(key)} and {now.get(key)}"
-        for key in sorted(there.keys() | now.keys())
-        if there.get(key) != now.get(key)
-    ]
 
 
 def problems_of(runs: Sequence[StudyRun]) -> list[str]:

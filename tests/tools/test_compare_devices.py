@@ -11,7 +11,8 @@ import yaml
 
 from pretrain.environment import sources_digest
 from pretrain.parity import devices
-from pretrain.parity.devices import ROOT, Comparison, Gap, gap, write_bytes
+from pretrain.parity.devices import Comparison, Gap, gap, write_bytes
+from tests.distributed import ROOT
 from tools import compare_devices
 
 
