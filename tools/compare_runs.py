@@ -59,6 +59,11 @@ def _compare(options: argparse.Namespace) -> int:
     _check(options, output)
     rows = load_rows(options.runs)
     base = base_row(rows, options.base)
+    if (options.against or options.write_reference) and not base.is_high:
+        raise ConfigError(
+            f"references hold gaps against runs in 16 bits; the base is {base.label}, which "
+            "computes in other formats; name a 16-bit row with --base"
+        )
     lines = summarize(rows, base, options.diverged)
     said = between_rows(rows, base)
     if options.ratio_to:

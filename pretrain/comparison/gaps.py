@@ -65,14 +65,18 @@ def paired_gaps(
 ) -> dict[int, list[Point]]:
     """{seed: (step, gap in per cent)} at the steps where both have validated.
 
-    The base's loss is of the same forward; a base that did not validate twice is taken to be one
-    whose own forward is the 16-bit one.
+    The base's loss is of the same forward. A base of 16 bits that did not validate twice has one
+    forward; any other base then has no gap of the 16-bit one. Where "" stands for sets of other
+    names there is none either.
     """
     found = {}
     for seed in sorted(row.runs.keys() & base.runs.keys()):
+        if not name and row.runs[seed].main_set != base.runs[seed].main_set:
+            continue
         own = row.runs[seed].validation.get((forward, name), [])
         others = base.runs[seed].validation
-        wanted = dict(others.get((forward, name)) or others.get(("own", name), []))
+        once = others.get(("own", name), []) if base.is_high else []
+        wanted = dict(others.get((forward, name)) or once)
         points = [
             (step, 100.0 * (loss - wanted[step]) / wanted[step])
             for step, loss in own
@@ -95,16 +99,15 @@ def final_gaps(row: Row, base: Row, forward: str = "own", name: str = "") -> dic
     }
 
 
-def broken_seeds(row: Row, name: str = "") -> list[int]:
-    """Seeds whose run has taken its last step without a finite loss there, in training or in its
-    own validation. They have no final gap, so that a mean over the others would flatter the row."""
+def broken_seeds(row: Row) -> list[int]:
+    """Seeds whose run has taken its last step without a finite loss there, in training or in one
+    of its own validations. They have no final gap, so that a mean over the others would flatter the
+    row."""
     found = []
     for seed, run in sorted(row.runs.items()):
-        own = run.validation.get(("own", name), [])
-        ends = [run.losses[-1][1]] if run.finished else []
-        if ends and run.validation:
-            ends.append(own[-1][1] if own and own[-1][0] >= run.steps else math.nan)
-        if not _finite(*ends):
+        own = [points for (forward, _), points in run.validation.items() if forward == "own"]
+        ended = all(points and points[-1][0] >= run.steps for points in own)
+        if run.finished and not (_finite(run.losses[-1][1]) and ended):
             found.append(seed)
     return found
 
@@ -127,10 +130,12 @@ def training_gaps(row: Row, base: Row, bins: int = _BINS) -> dict[int, list[Poin
 
 
 def first_difference(run: RunData, base: RunData) -> int | None:
-    """The first step whose training losses are not the same to the bit; None: all are."""
+    """The first step whose training losses are not the same to the bit; None: all are. A loss that
+    is no number in both is the same."""
     wanted = dict(base.losses)
     for step, loss in run.losses:
-        if step in wanted and loss != wanted[step]:
+        other = wanted.get(step, loss)
+        if loss != other and not (math.isnan(loss) and math.isnan(other)):
             return step
     return None
 
@@ -138,7 +143,9 @@ def first_difference(run: RunData, base: RunData) -> int | None:
 def diverged_at(run: RunData, base: RunData, share: float = DIVERGED) -> int | None:
     """The first step from which a run stays `share` above the base to its end, or is not finite.
 
-    Losses are means over a sixtieth of the run, so that a spike that heals is none.
+    Losses are means over a sixtieth of the run, so that a spike that heals is none; steps whose
+    loss is not finite are left out, and where they end such a part, it is not finite. Nothing is
+    above a base that is not.
     """
     wanted = dict(base.losses)
     steps = [(step, loss) for step, loss in run.losses if step in wanted]
@@ -146,13 +153,19 @@ def diverged_at(run: RunData, base: RunData, share: float = DIVERGED) -> int | N
     start = None
     for first in range(0, len(steps), size):
         part = steps[first : first + size]
-        own = statistics.fmean(loss for _, loss in part)
-        other = statistics.fmean(wanted[step] for step, _ in part)
-        if math.isfinite(own) and own <= (1 + share) * other:
+        own = mean_to_the_end([loss for _, loss in part])
+        other = mean_to_the_end([wanted[step] for step, _ in part])
+        if math.isfinite(own) and not own > (1 + share) * other:
             start = None
         elif start is None:
             start = part[0][0]
     return start
+
+
+def mean_to_the_end(losses: Sequence[float]) -> float:
+    """Of the losses that are finite; NaN where the last is not."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.fmean(finite) if finite and math.isfinite(losses[-1]) else math.nan
 
 
 def mean_curve(curves: Mapping[int, Sequence[Point]]) -> list[tuple[int, float, float, float]]:

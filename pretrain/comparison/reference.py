@@ -24,7 +24,14 @@ from typing import Any
 from fused_ops.errors import ConfigError
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.compare import flatten
-from pretrain.comparison.gaps import Interval, final_gaps, interval, paired_gaps, t95
+from pretrain.comparison.gaps import (
+    Interval,
+    broken_seeds,
+    final_gaps,
+    interval,
+    paired_gaps,
+    t95,
+)
 from pretrain.comparison.runs import Row
 from pretrain.config_file import encode
 
@@ -143,6 +150,8 @@ def judge(
     mean of so many new seeds falls; where it has one, or was trained more than twice or less than
     half as long for its size (gaps grow with training), only the difference is told.
     """
+    if broken := broken_seeds(row):
+        return [f"{row.label}: no finite end in {len(broken)} of {len(row.runs)} seeds: not judged"]
     key = precision_key(row.settings)
     near = sorted(
         (ref for ref in references if ref.precision == key),

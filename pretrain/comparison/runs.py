@@ -52,7 +52,7 @@ class RunData:
     tokens: Mapping[int, int]
     """Tokens consumed after each step."""
     validation: Mapping[tuple[str, str], Sequence[Point]]
-    """By (forward, set): (step, loss)."""
+    """By (forward, set): (step, loss), of losses that are finite."""
     tokens_per_s: float | None
     memory_gib: float | None
     four_bit_share: float | None
@@ -61,11 +61,22 @@ class RunData:
     """Of the code; that it was changed, and what its digest is, where it was not that commit's."""
     data: str = ""
     """Fingerprints of what its training and validation data held; empty where it is not known."""
+    main_set: str = ""
+    """Of validation sets with names the first: `validation` has it under "" too."""
+    awaits_validation: bool = False
+    """It validates, and has not done so after its last step: not yet, or the line is torn."""
 
     @property
     def finished(self) -> bool:
-        """Whether its last step was taken."""
-        return bool(self.losses) and self.losses[-1][0] >= self.steps
+        """Whether its last step was taken, and what it ends with is known."""
+        taken = bool(self.losses) and self.losses[-1][0] >= self.steps
+        return taken and not self.awaits_validation
+
+    @property
+    def other_sets(self) -> list[str]:
+        """Names of its further validation sets."""
+        names = dict.fromkeys(name for _, name in self.validation)
+        return [name for name in names if name not in ("", self.main_set)]
 
 
 @dataclass
@@ -79,6 +90,15 @@ class Row:
     def settings(self) -> Mapping[str, Any]:
         """Of the first seed; the others' are the same."""
         return next(iter(self.runs.values())).settings
+
+    @property
+    def is_high(self) -> bool:
+        """Whether its precision names 16-bit recipes alone."""
+        own = self.settings
+        steps = [*(own.get("precision.rules") or []), *(own.get("precision.schedule") or [])]
+        plans = [v for k, v in own.items() if k.startswith("precision.phases.pretraining")]
+        recipes = {own.get("precision.recipe"), *(step["recipe"] for step in steps)}
+        return recipes <= {None, "bf16", "fp16"} and not any([own.get("precision.plan"), *plans])
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
@@ -122,7 +142,7 @@ def read_run(folder: Path) -> RunData:
     if not any("loss" in row for row in rows):
         raise ConfigError(f"{folder} must have trained at least one step; {METRICS_FILE} has none")
     try:
-        return RunData(path=folder, **identity, **_metrics(rows), **_records(folder))
+        return RunData(path=folder, **identity, **_metrics(rows, int(steps)), **_records(folder))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{folder / METRICS_FILE} must hold numbers; it cannot be read ({error}); mend its "
@@ -130,15 +150,24 @@ def read_run(folder: Path) -> RunData:
         ) from error
 
 
-def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _metrics(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """What the rows of metrics.jsonl say. Raises ValueError or TypeError for what is no number."""
     training = [row for row in rows if "loss" in row]
     speeds = [float(row["tokens_per_s"]) for row in training if "tokens_per_s" in row]
     memory = [float(row["memory_gib"]) for row in training if "memory_gib" in row]
+    validation = _validation(rows)
+    validated = [row["step"] for row in rows if any(map(_forward_of, row))]
+    names = dict.fromkeys(name for _, name in validation)
+    main = next(iter(names), "") if "" not in names else ""
+    for forward in FORWARDS if main else ():
+        if (forward, main) in validation:
+            validation[forward, ""] = validation[forward, main]
     return {
         "losses": [(row["step"], float(row["loss"])) for row in training],
         "tokens": {row["step"]: int(row["tokens"]) for row in rows if "tokens" in row},
-        "validation": _validation(rows),
+        "validation": validation,
+        "main_set": main,
+        "awaits_validation": bool(validated) and max(validated) < steps,
         # The first steps compile and warm up.
         "tokens_per_s": statistics.median(speeds[len(speeds) // 10 :]) if speeds else None,
         "memory_gib": max(memory) if memory else None,
@@ -211,13 +240,19 @@ def _json(path: Path) -> Any:
 
 def _validation(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Point]]:
     found: dict[tuple[str, str], dict[int, float]] = {}
-    names = {key: forward for forward, key in FORWARDS.items()}
     for row in rows:
         for key, value in row.items():
-            kind, _, name = key.partition("/")
-            if kind in names and math.isfinite(float(value)):
-                found.setdefault((names[kind], name), {})[row["step"]] = float(value)
+            if forward := _forward_of(key):
+                points = found.setdefault((forward, key.partition("/")[2]), {})
+                if math.isfinite(float(value)):
+                    points[row["step"]] = float(value)
     return {key: sorted(points.items()) for key, points in found.items()}
+
+
+def _forward_of(key: str) -> str | None:
+    """Of FORWARDS, the one that a key of metrics.jsonl is a validation loss of."""
+    kind = key.partition("/")[0]
+    return next((forward for forward, name in FORWARDS.items() if name == kind), None)
 
 
 def group_runs(runs: Sequence[RunData]) -> list[Row]:

@@ -33,10 +33,12 @@ class Spread:
 def spread(rows: Sequence[Row], forward: str = "own") -> Spread | None:
     """Of the finished runs of the rows, the base among them; None where nothing is left over."""
     cells = [
-        (i, seed, math.log(run.validation[(forward, "")][-1][1]))
+        (i, seed, math.log(points[-1][1]))
         for i, row in enumerate(rows)
         for seed, run in row.runs.items()
-        if run.finished and (forward, "") in run.validation
+        if run.finished
+        and (points := run.validation.get((forward, "")))
+        and points[-1][0] >= run.steps
     ]
     seeds = sorted({seed for _, seed, _ in cells})
     names = sorted({i for i, _, _ in cells})

@@ -34,6 +34,10 @@ class Line:
     unfinished: tuple[int, ...]
     broken: tuple[int, ...]
     """Finished without a finite loss: nothing is said of the others' mean."""
+    base_broken: tuple[int, ...]
+    """Of these seeds, those of the base."""
+    paired: bool
+    """Whether it shares a seed with the base."""
     val_loss: Interval | None
     """Of the own forward, where finished."""
     gaps: dict[str, Interval | None]
@@ -56,6 +60,8 @@ class Line:
             return "base"
         if self.broken:
             return f"no finite end in {len(self.broken)} of {len(self.seeds)} seeds"
+        if self.base_broken:
+            return f"no finite end of the base in {len(self.base_broken)} of its seeds"
         gap = self.gaps["own"]
         if gap is None:
             return "no common end"
@@ -79,7 +85,8 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
     }
     last = {}
     for seed, points in training_gaps(row, base, bins=10).items():
-        if runs[seed].finished and base.runs[seed].finished:
+        finished = runs[seed].finished and base.runs[seed].finished
+        if finished and points[-1][0] >= runs[seed].steps:
             last[seed] = points[-1][1]
     first = [first_difference(runs[seed], base.runs[seed]) for seed in shared]
     ended = [diverged_at(runs[seed], base.runs[seed], diverged) for seed in shared]
@@ -103,12 +110,15 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
             f"no finite loss at the end of seed {', '.join(map(str, broken))}: means are of the "
             "others"
         )
+    notes += _of_other_sets(row, base)
     return Line(
         label=row.label,
         is_base=row is base,
         seeds=tuple(sorted(runs)),
         unfinished=tuple(sorted(seed for seed, run in runs.items() if not run.finished)),
         broken=tuple(broken),
+        base_broken=tuple(sorted(set(broken_seeds(base)) & set(shared))),
+        paired=bool(shared),
         val_loss=interval(ends),
         gaps={forward: interval(final_gaps(row, base, forward)) for forward in FORWARDS},
         training_gap=interval(last),
@@ -120,6 +130,19 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
         diverged=min((step for step in ended if step is not None), default=None),
         notes=notes,
     )
+
+
+def _of_other_sets(row: Row, base: Row) -> list[str]:
+    """Which validation set the columns are of, where sets have names, and gaps of the others."""
+    first = next(iter(row.runs.values()))
+    if not first.main_set:
+        return []
+    found = [f"losses and gaps are of validation set {first.main_set}"]
+    for name in first.other_sets if row is not base else ():
+        gaps = {f: interval(final_gaps(row, base, f, name)) for f in FORWARDS}
+        told = [f"{f} forward {spoken(gap, '+.2f')} %" for f, gap in gaps.items() if gap]
+        found.append(f"gap on {name}: {', '.join(told) or 'no common end'}")
+    return found
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -148,8 +171,8 @@ def cells(line: Line) -> list[str]:
         speed,
         "" if line.memory_gib is None else f"{line.memory_gib:.2f}",
         "" if line.four_bit_share is None else f"{100 * line.four_bit_share:.0f}%",
-        "" if line.is_base else str(line.first_difference or "none"),
-        "" if line.is_base else str(line.diverged or "no"),
+        "" if line.is_base or not line.paired else str(line.first_difference or "none"),
+        "" if line.is_base or not line.paired else str(line.diverged or "no"),
     ]
 
 
@@ -200,11 +223,14 @@ def between_rows(rows: Sequence[Row], base: Row, forward: str = "own") -> list[s
 
 
 def ratios(rows: Sequence[Row], other: Row, base: Row, forward: str = "own") -> list[str]:
-    """Each row's gap over another row's, paired by seed, with Fieller's interval."""
+    """Each row's gap over another row's, paired by seed, with Fieller's interval.
+
+    Of rows whose seeds have all ended with a finite loss, as `between_rows`.
+    """
     said = []
-    for row in rows:
+    for row in rows if not broken_seeds(other) else ():
         found = gap_ratio(row, other, base, forward)
-        if row not in (base, other) and found is not None:
+        if row not in (base, other) and found is not None and not broken_seeds(row):
             said.append(f"gap of {row.label} over that of {other.label}: {found}")
     return said
 

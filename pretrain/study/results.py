@@ -30,6 +30,7 @@ from fused_ops.keys import GEMMS
 from fused_ops.recipe import bits
 from models.flops import fixed_parts
 from pretrain.comparison.compare import tokens_per_parameter
+from pretrain.comparison.gaps import mean_to_the_end
 from pretrain.comparison.reference import precision_key
 from pretrain.comparison.runs import Row, RunData, differences
 from pretrain.config import PretrainConfig, make_config, precision_plan
@@ -222,7 +223,7 @@ def _run(run: RunData) -> dict[str, Any]:
 def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     size = max(1, math.ceil(len(losses) / _BINS))
     parts = [losses[first : first + size] for first in range(0, len(losses), size)]
-    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
+    return [(part[-1][0], mean_to_the_end([loss for _, loss in part])) for part in parts]
 
 
 def four_bit_shares(
@@ -281,7 +282,8 @@ def _read_model(data: Mapping[str, Any]) -> ModelResults:
 
 def _read_run(run: Mapping[str, Any], row: Mapping[str, Any], model: ModelResults) -> RunData:
     losses = [(s, math.nan if loss is None else loss) for s, _, loss in run["losses"]]
-    validation = {("own", ""): [(s, own) for s, _, own, _ in run["validation"]]}
+    own = [(s, loss) for s, _, loss, _ in run["validation"]]
+    validation = {("own", ""): own} if own else {}
     bf16 = [(s, value) for s, _, _, value in run["validation"] if value is not None]
     if bf16:
         validation["bf16", ""] = bf16

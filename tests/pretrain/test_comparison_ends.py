@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing runs that did not end as runs do: no numbers, no last validation, sets with names."""
+
+import math
+
+import pytest
+
+from pretrain.comparison.compare import load_rows
+from pretrain.comparison.gaps import broken_seeds, diverged_at, final_gaps, first_difference
+from pretrain.comparison.reference import Reference, judge
+from pretrain.comparison.spread import spread
+from pretrain.comparison.summary import cells, ratios, summarize
+from pretrain.history import encode_row, read_metrics
+from tests.pretrain.test_comparison import write_run
+from tools.compare_runs import main
+
+
+def change_rows(run, change):
+    """metrics.jsonl of a run with `change` done to each row."""
+    path = run / "metrics.jsonl"
+    path.write_bytes(b"".join(encode_row(change(row)) for row in read_metrics(path)))
+
+
+def without_numbers(first, last=math.inf):
+    """A change of rows: their losses are NaN at some steps."""
+    return lambda row: {
+        k: math.nan if "loss" in k and first <= row["step"] <= last else v for k, v in row.items()
+    }
+
+
+def test_validation_sets_with_names(tmp_path):
+    """The columns are of the first; the others are told. Sets of other names are no pair."""
+    runs = [write_run(tmp_path, "a", 1, 0.0, "bf16"), write_run(tmp_path, "b", 1, 0.02, "nvfp4")]
+
+    def named(first, second, factor):
+        return lambda row: {
+            (f"{k}/{name}" if k.startswith("val") else k): v * scale if k.startswith("val") else v
+            for k, v in row.items()
+            for name, scale in ((first, 1.0), (second, factor))
+        }
+
+    change_rows(runs[0], named("web", "code", 1.0))
+    change_rows(runs[1], named("web", "code", 1.01))
+    base, row = load_rows([tmp_path])
+    assert (broken_seeds(row), broken_seeds(base)) == ([], [])
+    line = summarize([base, row], base)[1]
+    assert line.gaps["own"].mean == pytest.approx(2.0)
+    assert line.verdict == "one seed: no interval"
+    assert line.notes == [
+        "losses and gaps are of validation set web",
+        "gap on code: own forward +3.02 %, bf16 forward +2.51 %",
+    ]
+    renamed = runs[1] / "metrics.jsonl"
+    renamed.write_text(renamed.read_text().replace("/web", "/books"))
+    base, row = load_rows([tmp_path])
+    assert final_gaps(row, base) == {}, "books is not web"
+    assert final_gaps(row, base, "own", "code") == {1: pytest.approx(3.02)}
+
+
+def test_a_quantized_base_has_no_16_bit_forward_of_its_own(tmp_path, capsys):
+    """Its quantized loss is not what a 16-bit forward is compared with, nor are references."""
+    base, _ = (write_run(tmp_path, n, 1, f, r) for n, f, r in
+               (("a", 0.01, "nvfp4"), ("b", 0.02, "nvfp4_fast")))  # fmt: skip
+    change_rows(base, lambda row: {k: v for k, v in row.items() if k != "val_loss_bf16"})
+    rows = load_rows([tmp_path])
+    assert final_gaps(rows[1], rows[0]) == {1: pytest.approx(100 * (1.02 / 1.01 - 1))}
+    assert final_gaps(rows[1], rows[0], "bf16") == {}
+    for option in (["--against", "reference"], ["--write-reference", str(tmp_path)]):
+        assert main([str(tmp_path), "--output", str(tmp_path), *option]) == 2
+        assert "the base is a, which computes in other formats" in capsys.readouterr().err
+    alone = write_run(tmp_path / "high", "c", 1, 0.0, "bf16")
+    change_rows(alone, lambda row: {k: v for k, v in row.items() if k != "val_loss_bf16"})
+    [high] = load_rows([alone])
+    assert final_gaps(rows[1], high, "bf16")[1] == pytest.approx(100 * (1.02 / 1.005 - 1))
+
+
+def test_a_last_validation_that_is_still_to_come_is_no_broken_end(tmp_path):
+    """All steps taken, the evaluation behind them running, or its line torn."""
+    write_run(tmp_path, "a", 1, 0.0, "bf16")
+    path = write_run(tmp_path, "b", 1, 0.01, "nvfp4") / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    base, row = load_rows([tmp_path])
+    line = summarize([base, row], base)[1]
+    assert (line.unfinished, line.broken, line.verdict) == ((1,), (), "no common end")
+    assert row.runs[1].validation["own", ""][-1][0] == 80
+
+
+def test_no_number_in_a_base_is_no_fault_of_a_row(tmp_path):
+    """A base that diverges makes no row diverge, nor is a row judged by the seeds that are left."""
+    for seed in (1, 2, 3):
+        write_run(tmp_path, "a", seed, 0.0, "bf16")
+        write_run(tmp_path, "b", seed, 0.01, "nvfp4")
+    change_rows(tmp_path / "a-s1", without_numbers(61))
+    base, row = load_rows([tmp_path])
+    line = summarize([base, row], base)[1]
+    assert line.diverged is None
+    assert line.training_gap.seeds == line.gaps["own"].seeds == (2, 3)
+    assert line.verdict == "no finite end of the base in 1 of its seeds"
+    assert spread([base, row]).freedom == 1, "the loss of step 40 is no end"
+
+
+def test_skipped_steps_are_no_difference(tmp_path):
+    """A step that both runs have skipped; one that a run has skipped near its end."""
+    write_run(tmp_path, "a", 1, 0.0, "bf16")
+    write_run(tmp_path, "b", 1, 0.0, "nvfp4")
+    for name in ("a-s1", "b-s1"):
+        change_rows(tmp_path / name, without_numbers(20, 20))
+    change_rows(tmp_path / "b-s1", without_numbers(119, 119))
+    base, row = load_rows([tmp_path])
+    assert first_difference(row.runs[1], base.runs[1]) == 119
+    assert diverged_at(row.runs[1], base.runs[1]) is None
+    write_run(tmp_path / "other", "b", 2, 0.0, "nvfp4")
+    [unpaired] = load_rows([tmp_path / "other"])
+    assert cells(summarize([unpaired], base)[0])[-2:] == ["", ""], "nothing was compared"
+    assert cells(summarize([row], base)[0])[-2:] == ["119", "no"]
+
+
+def test_references_and_ratios_are_not_of_survivors(tmp_path):
+    for seed in (1, 2, 3):
+        for name, factor, recipe in (
+            ("a", 0.0, "bf16"),
+            ("b", 0.01, "nvfp4"),
+            ("c", 0.02, "mxfp4"),
+        ):
+            write_run(tmp_path, name, seed, factor, recipe)
+    reference = Reference(
+        "toy/b", {"recipe": "nvfp4"}, 5.0, "here", {"own": [1.0, 1.1, 0.9], "bf16": []}
+    )
+    base, b, c = load_rows([tmp_path])
+    assert "as expected" in judge(b, base, 5.0, [reference])[0]
+    assert len(ratios([base, b, c], c, base)) == 1
+    change_rows(tmp_path / "b-s3", without_numbers(81))
+    base, b, c = load_rows([tmp_path])
+    assert judge(b, base, 5.0, [reference]) == ["b: no finite end in 1 of 3 seeds: not judged"]
+    assert ratios([base, b, c], c, base) == ratios([base, b, c], b, base) == []
