@@ -98,7 +98,9 @@ class Row:
         steps = [*(own.get("precision.rules") or []), *(own.get("precision.schedule") or [])]
         plans = [v for k, v in own.items() if k.startswith("precision.phases.pretraining")]
         recipes = {own.get("precision.recipe"), *(step["recipe"] for step in steps)}
-        return recipes <= {None, "bf16", "fp16"} and not any([own.get("precision.plan"), *plans])
+        return recipes <= {None, "fp32", "bf16", "fp16"} and not any(
+            [own.get("precision.plan"), *plans]
+        )
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from fused_ops.errors import ConfigError
 from pretrain.config import make_config
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.study.place import Places, run_all
@@ -51,7 +51,7 @@ def measure(
     out of it: the study takes as much longer as they take.
     """
     path = folder / BUDGET_FILE
-    rates: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
+    rates = read_rates(folder)
     first = Places(places.gpus[:1], places.per_device)
     for model in study.models:
         for row in rows:
@@ -135,8 +135,14 @@ def render(found: Sequence[Cost], places: Places, hours: float | None = None) ->
     return "\n".join(text)
 
 
-def read_rates(folder: Path) -> dict[str, Any]:
-    """What `measure` has written; {} without it."""
+def read_rates(folder: Path) -> dict[str, dict[str, float]]:
+    """What `measure` has written; {} without it. Raises ConfigError where it is damaged."""
     path = folder / BUDGET_FILE
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return {m: {row: float(rate) for row, rate in rows.items()} for m, rows in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} must hold the rates of models and rows; it cannot be read ({error}); delete "
+            "it, and --budget measures them again"
+        ) from None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, StrictInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from fused_ops.errors import ConfigError
@@ -30,11 +30,14 @@ from pretrain.config_file import apply_overrides, parse_overrides, read_yaml
 from pretrain.data.manifest import load_manifest
 from pretrain.heartbeat import read_heartbeat
 from pretrain.history import METRICS_FILE, read_metrics
+from pretrain.pretrain_config import TrainConfig
 
 STUDY_FILE = "study.yaml"
 MAX_EPOCHS = 4.0
 """Of the training data: beyond it a run says little about fresh text."""
 _STRICT = ConfigDict(extra="forbid")
+_OWN = ("name", "seed", "dir")
+"""Of the run section, what the study decides."""
 Changes = dict[str, Any]
 
 
@@ -44,7 +47,7 @@ class Stage:
 
     models: list[str]
     rows: list[str]
-    seeds: list[int]
+    seeds: list[StrictInt]
 
 
 @config_dataclass(kw_only=True, frozen=True, config=_STRICT)
@@ -81,7 +84,7 @@ class StudyRun:
     @property
     def steps(self) -> int:
         """Of the whole run."""
-        return int(self.data["train"]["steps"])
+        return int(self.data.get("train", {}).get("steps", TrainConfig().steps))
 
 
 @dataclass
@@ -119,11 +122,14 @@ def load_study(folder: Path, runs_dir: Path, overrides: Sequence[str] = ()) -> S
             for one in error.errors()
         ) from None
     problems = _names_problems(config)
+    problems += _own_problems("behind DIR", [key for key, _ in parse_overrides(overrides)])
     if problems:
         raise ConfigError(problems)
     base = read_yaml(folder / config.base)
+    if not isinstance(base.setdefault("run", {}), Mapping):
+        raise ConfigError(f"{folder / config.base}: run must be a section; got {base['run']!r}")
     study = Study([], config.base_row)
-    seen: set[str] = set()
+    seen: dict[str, tuple[str, str]] = {}
     for stage in config.stages:
         for model in stage.models:
             for row in stage.rows:
@@ -132,13 +138,15 @@ def load_study(folder: Path, runs_dir: Path, overrides: Sequence[str] = ()) -> S
                     continue
                 for seed in stage.seeds:
                     merged = _merged(base, config.models[model], changes)
-                    merged.setdefault("run", {}).update(seed=seed, dir=str(runs_dir))
-                    merged["run"]["name"] = f"{model}-{row}-s{seed}"
+                    name = f"{model}-{row}-s{seed}"
+                    merged["run"].update(seed=seed, dir=str(runs_dir), name=name)
                     apply_overrides(merged, parse_overrides(overrides))
                     run = StudyRun(model, row, seed, merged)
                     if run.name not in seen:
                         study.runs.append(run)
-                    seen.add(run.name)
+                    problems += _twice(run, seen.setdefault(run.name, (model, row)))
+    if problems or not config.stages:
+        raise ConfigError(problems or "stages must name models, rows and seeds; there is none")
     _check_runs(study)
     return study
 
@@ -157,7 +165,38 @@ def _names_problems(config: StudyConfig) -> list[str]:
                 for name in names
                 if name not in known
             ]
+        problems += [
+            f"stages.{number}.{kind} must not be empty: no run would come of this stage"
+            for kind in ("models", "rows", "seeds")
+            if not getattr(stage, kind)
+        ]
+    for kind, all_changes in (("models", config.models), ("rows", config.rows)):
+        for name, changes in all_changes.items():
+            run = changes.get("run")
+            given = [f"run.{key}" for key in run] if isinstance(run, Mapping) else []
+            problems += _own_problems(f"{kind}.{name}", given)
+            if "run" in changes and not isinstance(run, Mapping):
+                problems.append(f"{kind}.{name}: run must be a section; got {run!r}")
     return problems
+
+
+def _own_problems(place: str, given: Sequence[str]) -> list[str]:
+    return [
+        f"{place}: {key} cannot be set: a study calls its runs MODEL-ROW-sSEED, and has their "
+        "seeds from stages and their folder from --runs"
+        for key in given
+        if key in ["run", *(f"run.{own}" for own in _OWN)]
+    ]
+
+
+def _twice(run: StudyRun, other: tuple[str, str]) -> list[str]:
+    """A problem where another model and row give the same name."""
+    if other == (run.model, run.row):
+        return []
+    return [
+        f"a run's name must tell its model and row; {run.name} is of model {run.model}, row "
+        f"{run.row}, and of model {other[0]}, row {other[1]}; rename one of them"
+    ]
 
 
 def _row_changes(
@@ -167,7 +206,9 @@ def _row_changes(
     file = changes.pop("file", None)
     if file is None:
         return changes
-    path = folder / str(file).format(model=model)
+    if not isinstance(file, str):
+        raise ConfigError(f"rows.{row}.file must be a name of a YAML file; got {file!r}")
+    path = folder / file.replace("{model}", model)
     if not path.exists():
         notes.append(
             f"{model}-{row} is left out: it needs {path}; write it with "

@@ -2,6 +2,7 @@
 """A study: which runs it has, that it survives being cut, and what it says it costs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,58 @@ def test_runs_come_in_order_with_seeds_last(data, tmp_path):
     study = load_study(folder, tmp_path / "runs")
     assert study.runs[-1].data["precision"]["recipe"] == "mxfp8"
     assert study.notes == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "said"),
+    [
+        ({"rows": {"bf16": {"file": ["a"]}}}, [], r"rows\.bf16\.file must be a name.*\['a'\]"),
+        ({"rows": {"bf16": {"run": {"seed": 3}}}}, [], r"rows\.bf16: run\.seed cannot be set"),
+        ({"models": {"toy": {"run": 3}}}, [], r"models\.toy: run must be a section; got 3"),
+        ({}, ["run.name=x", "run.seed=3"], r"behind DIR: run\.name cannot .*\n.*run\.seed cannot"),
+        ({}, ["run={seed: 3}"], "behind DIR: run cannot be set"),
+        ({"stages": []}, [], "stages must name models, rows and seeds"),
+        ({"seeds": []}, [], r"stages\.0\.seeds must not be empty"),
+        ({"seeds": [True, "3"]}, [], r"seeds\.0: .*valid integer.*\n.*seeds\.1: .*valid integer"),
+        (
+            {"models": {"toy": {}, "toy-x": {}}, "rows": {"bf16": {}, "x-bf16": {}}},
+            [],
+            "toy-x-bf16-s1 is of model toy-x, row bf16, and of model toy, row x-bf16",
+        ),
+    ],
+)  # fmt: skip
+def test_studies_that_cannot_be_meant(data, tmp_path, capsys, changes, overrides, said):
+    """Nothing is dropped or set otherwise without a word."""
+    stage = {"models": list(changes.get("models", {"toy": 0})), "seeds": [1]}
+    stage |= {"rows": list(changes.get("rows", {"bf16": 0}))}
+    if "seeds" in changes:
+        stage |= {"seeds": changes.pop("seeds")}
+    folder = write_study(tmp_path / "s", data, **{"stages": [stage], **changes})
+    assert main([str(folder), "--runs", str(tmp_path / "r"), "--list", *overrides]) == 2
+    assert re.search(said, capsys.readouterr().err), said
+
+
+def test_a_base_and_a_budget_that_cannot_be_read(data, tmp_path, capsys):
+    folder = write_study(tmp_path / "s", data)
+    words = [str(folder), "--runs", str(tmp_path / "runs"), "--list"]
+    (folder / "ranked-{x}.yaml").write_text("precision: {recipe: mxfp8}\n")
+    rows = {"bf16": {}, "odd": {"file": "ranked-{x}.yaml"}}
+    stage = {"models": ["toy"], "rows": ["bf16", "odd"], "seeds": [0]}
+    write_study(tmp_path / "s", data, rows=rows, stages=[stage])
+    base = yaml.safe_load((folder / "base.yaml").read_text())
+    del base["train"]["steps"]
+    (folder / "base.yaml").write_text(yaml.safe_dump(base | {"run": None}))
+    assert main(words) == 2
+    assert "base.yaml: run must be a section; got None" in capsys.readouterr().err
+    (folder / "base.yaml").write_text(yaml.safe_dump(base | {"train": {"global_batch_size": 2}}))
+    assert main(words) == 0
+    assert "toy-odd-s0" in capsys.readouterr().out
+    assert load_study(folder, tmp_path / "runs").runs[0].steps == 100, "as by default"
+    for text in ('{"toy": {"bf16"', '{"toy": 3}', "[]"):
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        (tmp_path / "runs" / "budget.json").write_text(text)
+        assert main(words) == 2, text
+        assert "budget.json must hold the rates" in capsys.readouterr().err
 
 
 def test_runs_are_picked_by_texts_in_their_order(data, tmp_path, capsys):
