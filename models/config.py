@@ -75,7 +75,7 @@ def model_problems(
     model: ModelConfig, parallel: ParallelConfig, vocab_size: int | None = None
 ) -> list[str]:
     """Everything that keeps this model from being built in this layout; nothing is built."""
-    values, problems = read_megatron(model.megatron, multi_latent="+" in model.pattern)
+    values, problems = _read_megatron(model)
     vocab_size = vocab_size or model.vocab_size
     broken = pattern_problems(model.pattern)
     counts = take_counts(values)
@@ -113,6 +113,12 @@ def model_problems(
             f"{model.rotary_percent}; position_embedding none rotates nothing"
         )
     return problems
+
+
+def _read_megatron(model: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """Values of `model.megatron`, and every problem with them."""
+    own = {f.name for f in dataclasses.fields(ModelConfig)} - {"megatron"}
+    return read_megatron(model.megatron, own, multi_latent="+" in model.pattern)
 
 
 def _all_heads_problems(values: dict[str, Any], tp: int) -> list[str]:
@@ -169,10 +175,9 @@ def transformer_config(
     if problems:
         raise ConfigError(problems)
     pattern = parse_pattern(model.pattern)
-    multi_latent = pattern.has("+")
-    kind = MLATransformerConfig if multi_latent else TransformerConfig
+    kind = MLATransformerConfig if pattern.has("+") else TransformerConfig
     settings = _defaults(model, pattern)
-    settings |= read_megatron(model.megatron, multi_latent=multi_latent)[0]
+    settings |= _read_megatron(model)[0]
     settings |= _owned(model, parallel, pattern, params_dtype, deterministic)
     try:
         config = kind(**settings)

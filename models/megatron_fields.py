@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib.util
 import typing
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -40,8 +41,6 @@ _ELSEWHERE = {
     "deterministic_mode": "set train.deterministic",
     "calculate_per_token_loss": "the training loop decides it",
     "init_method_std": "set model.init_std",
-    "rotary_base": "set model.rotary_base",
-    "rotary_percent": "set model.rotary_percent",
     "transformer_impl": "precision.backend decides it",
     "quant_recipe": "precision.rules decide it",
     "overlap_p2p_comm": "it follows from the pipeline schedule",
@@ -136,36 +135,27 @@ _HALF_DONE = ("use_mup", "mup_")
 _CUDA_GRAPHS = "cuda_graph_"
 
 
-# Keys of the `model` section itself that are no fields of megatron-core's config.
-_OF_MODEL = (
-    "preset",
-    "pattern",
-    "seq_length",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "position_embedding",
-    "rope_scaling",
-    "qk_norm_over",
-    "tie_embeddings",
-    "init_std",
-)
-
-
 def field_names() -> set[str]:
     """Names of megatron-core's fields, whether they can be set here or not."""
     return {f.name for f in dataclasses.fields(MLATransformerConfig)}
 
 
 def read_megatron(
-    given: dict[str, Any], *, multi_latent: bool = False
+    given: dict[str, Any], of_model: Collection[str], *, multi_latent: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Values of `model.megatron` in the types of the dataclass, and every problem with them."""
+    """Values of `model.megatron` in the types of the dataclass, and every problem with them.
+
+    `of_model`: keys of the `model` section itself, which are not set here.
+    """
     kind = _kind(multi_latent)
     names = {f.name for f in dataclasses.fields(kind) if not f.name.startswith("_")}
     hints = typing.get_type_hints(kind)
     values, problems = {}, []
     for key, value in given.items():
-        problem = _name_problem(key, value, names, multi_latent)
+        if key in of_model:
+            problem: str | None = f"model.megatron.{key} is not set here: set model.{key}"
+        else:
+            problem = _name_problem(key, value, names, multi_latent)
         if problem is None:
             values[key], problem = _convert(key, value, hints.get(key, Any))
         if problem is not None:
@@ -189,8 +179,6 @@ def _name_problem(key: str, value: Any, names: set[str], multi_latent: bool) -> 
         return None if value else f"{where} is always true: the experts of a layer are one GEMM"
     if key in _ELSEWHERE:
         return f"{where} is not set here: {_ELSEWHERE[key]}"
-    if key in _OF_MODEL:
-        return f"{where} is not set here: set model.{key}"
     if key not in names:
         built = [name for name in names if not name.startswith(_HALF_DONE)]
         near = difflib.get_close_matches(key, built, n=1, cutoff=0.5)
