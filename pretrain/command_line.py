@@ -54,31 +54,36 @@ def each_recipe[Result](
 
 def output_problems(option: str, path: Path | None) -> list[str]:
     """Why a file that is written at the end cannot be: asked before the work. Makes its folder."""
-    if path is None:
-        return []
-    try:
+
+    def try_file(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
         path.open("a").close()
         if not there:
             path.unlink()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return [f"{option} must be a file that can be written; got {path} ({reason})"]
-    return []
+
+    return _tried(f"{option} must be a file that can be written", path, try_file)
 
 
 def folder_problems(option: str, path: Path | None) -> list[str]:
     """Why a folder that is written into at the end cannot be: asked before the work. Makes it."""
-    if path is None:
-        return []
-    try:
+
+    def try_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+
+    return _tried(f"{option} must be a folder that can be written to", path, try_folder)
+
+
+def _tried(rule: str, path: Path | None, attempt: Callable[[Path], None]) -> list[str]:
+    """The problem with a path for which `attempt` fails; no path is none."""
+    if path is None:
+        return []
+    try:
+        attempt(path)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return [f"{option} must be a folder that can be written to; got {path} ({reason})"]
+        return [f"{rule}; got {path} ({(error.strerror or str(error)).lower()})"]
     return []
 
 
