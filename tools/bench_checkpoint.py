@@ -27,6 +27,7 @@ from typing import Any
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
+from pretrain.command_line import refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _Bench(place, options.hidden, options.layers).report(options.repeats)
     except ConfigError as error:
-        print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
+        return refused(error)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return 0

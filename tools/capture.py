@@ -10,15 +10,12 @@ starts from the weights of a run; other settings are overridden likewise. One pr
 """
 
 import argparse
-import logging
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
-from pretrain.command_line import output_problems, refused
+from pretrain.command_line import output_problems, prepare, refused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,9 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", default="*", help="names, with *, between commas (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.WARNING)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()
+    prepare()
     try:
         _capture(options)
     except ConfigError as error:

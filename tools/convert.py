@@ -24,23 +24,19 @@ import argparse
 import errno
 import logging
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat
-from pretrain.command_line import refused
+from pretrain.command_line import prepare, refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
     options = _parser().parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU wherever it sees one
-    for name in ("megatron", "torch", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    cpu_compat.enable()  # before megatron-core is imported
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    prepare()
     from models.conversion.plan import ProofError
     from pretrain.checkpoint.io import CheckpointError
     from pretrain.initialize import shut_down
