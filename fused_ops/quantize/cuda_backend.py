@@ -113,7 +113,8 @@ def _difference(
     """Why the bytes of a build are not trusted, or None: compared once in a process.
 
     The source is compiled on the user's machine, and leans on how tensor cores lay out and sum a
-    fragment. Takes the first call's corner, and the same with rows that are far smaller.
+    fragment. Takes the first call's corner, and the same with rows that are far smaller. Where
+    there is no memory for that, nothing is known of the build: a later call compares.
     """
     forms = arguments.get("forms", ("codes", "codes"))
     build = (row, column, forms, arguments.get("signs") is None, x.dtype, x.device)
@@ -130,6 +131,8 @@ def _difference(
                 triton = triton_backend.quantize_pair(sample, row, column, **arguments)
                 if not all(map(same_bytes, built, triton)):
                     reason = "the CUDA build gives other bytes than Triton on this machine"
+        except torch.OutOfMemoryError:
+            return "no memory was left to compare the build with Triton: a later call does"
         except (RuntimeError, OSError) as error:
             reason = f"the CUDA source could not be built: {str(error).strip().splitlines()[0]}"
         if reason is not None:
@@ -155,11 +158,22 @@ def pair_macros(
     forms: tuple[str, str],
     fixed_signs: bool,
     tile: dict[str, int] | None = None,
-) -> list[str]:
+) -> tuple[str, ...]:
     """The compiler's definitions for a pair of operands, by the tile (or that of TILES); see the
     source."""
     tile = tile or TILES.get(kind_of(row, forms), TILE)
-    found = [f"-DTILE_{name.upper()}={value}" for name, value in tile.items()]
+    return _macros(row, column, forms, fixed_signs, tuple(tile.items()))
+
+
+@functools.cache  # asked at every launch
+def _macros(
+    row: OperandSpec,
+    column: OperandSpec,
+    forms: tuple[str, str],
+    fixed_signs: bool,
+    tile: tuple[tuple[str, int], ...],
+) -> tuple[str, ...]:
+    found = [f"-DTILE_{name.upper()}={value}" for name, value in tile]
     for side, spec, form in (("R", row, forms[0]), ("C", column, forms[1])):
         found += [
             f"-D{side}_POW2={str(spec.is_pow2).lower()}",
@@ -169,11 +183,11 @@ def pair_macros(
             f"-D{side}_FORM={FORMS.index(form)}",
             f"-D{side}_SHIFT={spec.fp8_shift if form == 'fp8' else 0}",
         ]
-    return [
+    return (
         *found,
         f"-DC_HADAMARD={str(column.hadamard == 16).lower()}",
         f"-DC_SIGNS={FIXED_SIGNS_MASK if fixed_signs else -1}",
-    ]
+    )
 
 
 def nvcc_flags(target: str, macros: Sequence[str]) -> list[str]:
@@ -229,7 +243,7 @@ def quantize_pair(
 
 def _launch(
     x: Tensor,
-    macros: list[str],
+    macros: tuple[str, ...],
     signs: Tensor,
     first: Output,
     second: Output,
@@ -246,7 +260,7 @@ def _launch(
         numbers += [0, 0] if key is None or on_device else [int(key[0]), int(key[1])]
     pointers = (ctypes.c_void_p * 14)(*addresses)
     values = (ctypes.c_int64 * 8)(*numbers)
-    run = library(tuple(macros), torch.cuda.get_device_capability(x.device))
+    run = library(macros, torch.cuda.get_device_capability(x.device))
     with torch.cuda.device(x.device):
         status = run(ctypes.c_void_p(raw_stream(x.device)), pointers, values)
     if status != 0:

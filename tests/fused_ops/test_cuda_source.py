@@ -67,6 +67,9 @@ def test_a_pair_is_described_by_its_macros():
 def test_a_kind_has_its_tile(monkeypatch):
     kind, tile = ("nearest", "e4m3", "bf16"), cuda_backend.TILE | {"rows": 128, "blocks": 2}
     forms, x = ("bf16", "codes"), torch.zeros(16, 16, dtype=torch.bfloat16)
+    before = cuda_backend.pair_macros(*NEAREST, forms, True)
+    assert "-DTILE_ROWS=64" in before
+    assert cuda_backend.pair_macros(*NEAREST, forms, True) is before, "no launch makes them again"
     monkeypatch.setattr(cuda_backend, "TILES", {kind: tile})
     monkeypatch.setattr(cuda_backend, "pair_supports", lambda *args: "asked")
     assert cuda_backend.kind_of(NEAREST[0], forms) == kind
@@ -138,3 +141,27 @@ def test_a_build_is_trusted_when_its_bytes_are_tritons(monkeypatch, caplog, faul
         assert reason is None if said is None else said in reason
     assert len(calls) == (1 if fault == "no build" else 2)
     assert len(caplog.records) == (said is not None)
+
+
+def test_a_comparison_without_memory_says_nothing_of_the_build(monkeypatch, caplog):
+    """Triton takes that call alone: the next one compares again, and trusts the build."""
+    x, left = cases.make_input("gaussian", (64, 96), 4), [0, 1, 4]
+    amax = x.abs().max().float()
+    arguments = {"amaxes": (amax, 4 * amax), "keys": ((1, 2), (3, 4))}
+
+    def quantize_pair(sample, row, column, **arguments):
+        if not left[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB.")
+        left[0] -= 1
+        return reference.quantize_pair(sample, row, column, **arguments)
+
+    monkeypatch.setattr(cuda_backend, "_compared", {})
+    monkeypatch.setattr(cuda_backend, "pair_supports", lambda *args: None)
+    monkeypatch.setattr(cuda_backend, "quantize_pair", quantize_pair)
+    monkeypatch.setattr(cuda_backend.triton_backend, "quantize_pair", quantize_pair)
+    for _ in range(2):
+        reason = cuda_backend.preferred(x, *FAST, **arguments)
+        assert reason == "no memory was left to compare the build with Triton: a later call does"
+        del left[0]
+    assert cuda_backend.preferred(x, *FAST, **arguments) is None
+    assert not caplog.records

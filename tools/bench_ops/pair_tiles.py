@@ -60,7 +60,7 @@ def _build_all(pool: ThreadPoolExecutor) -> Built:
     for number, (_, row_spec, column, forms) in enumerate(PAIRS):
         for index, tile in enumerate(PAIR_TILES):
             macros = cuda_backend.pair_macros(row_spec, column, forms, True, tile)
-            built[number, index] = pool.submit(cuda_backend.library, tuple(macros), capability)
+            built[number, index] = pool.submit(cuda_backend.library, macros, capability)
     return built
 
 
