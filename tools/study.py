@@ -81,9 +81,13 @@ def _study(options: argparse.Namespace) -> int:
     if (options.report or options.list) and not problems:
         _tell(study, folder, places, options)
         return 0
-    from pretrain.study.trained import problems_of
+    from pretrain.study.trained import problems_of, read_all
 
-    problems += [*_place_problems(options), *start_problems_of(study), *problems_of(study.runs)]
+    problems += [
+        *_place_problems(options),
+        *start_problems_of(study),
+        *problems_of(read_all(study.runs)),
+    ]
     if problems := problems or folder_problems("--runs", folder):
         raise ConfigError(problems)
     with (folder / "study.lock").open("w") as lock:

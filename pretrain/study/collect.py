@@ -9,7 +9,7 @@ from pretrain.comparison.picture import write_html, write_png
 from pretrain.comparison.runs import Row
 from pretrain.comparison.summary import between_rows, summarize, table
 from pretrain.study.plan import Study, is_finished, steps_done
-from pretrain.study.trained import changes, read, told
+from pretrain.study.trained import changes, read_all, told
 
 
 def collect(study: Study, folder: Path) -> dict[str, str]:
@@ -20,9 +20,8 @@ def collect(study: Study, folder: Path) -> dict[str, str]:
     found = {}
     for model in study.models:
         rows: dict[str, Row] = {}
-        for run in study.runs:
-            if run.model == model and steps_done(run):
-                rows.setdefault(run.row, Row(run.row)).runs[run.seed] = read(run)
+        for run, there in read_all(run for run in study.runs if run.model == model):
+            rows.setdefault(run.row, Row(run.row)).runs[run.seed] = there
         base = rows.get(study.base_row)
         if base is None:
             continue
@@ -61,7 +60,7 @@ class Tables:
 
 def state_of(study: Study) -> str:
     """One line a run: finished, how far, or not begun; and where it is not the study's run."""
-    lines, other = [], changes(study.runs)
+    lines, other = [], changes(read_all(study.runs))
     for run in study.runs:
         done = steps_done(run)
         word = "finished" if is_finished(run) else f"step {done} of {run.steps}" if done else "-"

@@ -36,9 +36,9 @@ from pretrain.comparison.runs import Row, RunData, differences
 from pretrain.config import PretrainConfig, make_config, precision_plan
 from pretrain.data.manifest import DataError, Manifest, load_manifest
 from pretrain.study.evidence import evidence
-from pretrain.study.plan import Study, StudyRun, has_ended, is_finished, tokens_of
+from pretrain.study.plan import Study, StudyRun, has_ended, tokens_of
 from pretrain.study.starts import starts
-from pretrain.study.trained import problems_of, read
+from pretrain.study.trained import Trained, problems_of, read_all
 
 FORMAT, VERSION = "nibble study results", 1
 RESULTS_FILE = "results.json"
@@ -83,37 +83,40 @@ class ModelResults:
 def write_results(study: Study, path: Path) -> int:
     """Writes the finished runs of the study to `path`; returns how many there are.
 
-    Where the training data is not here, how many tokens it has is taken from the file before.
+    Nothing is written where there are none. Where the training data is not here, how many tokens
+    it has is taken from the file before.
 
     Raises:
         ConfigError: runs that were trained otherwise than study.yaml says; rows that differ in more
             than their precision, or that read other data; runs in the file that have not finished
             here, which would be lost.
     """
-    before = read_results(path)[1] if path.exists() else []
+    ended = read_all(run for run in study.runs if has_ended(run))
     # What was trained otherwise may be why runs seem lost: that alone is said first.
-    problems = problems_of([r for r in study.runs if has_ended(r)]) or _lost(study, before, path)
-    if problems:
+    if problems := problems_of(ended):
+        raise ConfigError(problems)
+    finished = [(run, there) for run, there in ended if there.finished]
+    if not finished:
+        return 0
+    before = read_results(path)[1] if path.exists() else []
+    if problems := _lost([run for run, _ in finished], before, path):
         raise ConfigError(problems)
     models: list[dict[str, Any]] = []
-    count = 0
     for model in study.models:
-        runs = [run for run in study.runs if run.model == model and is_finished(run)]
-        if not runs:
-            continue
-        count += len(runs)
-        known = next((one.data_tokens for one in before if one.name == model), None)
-        models.append(_model(model, runs, study.base_row, known, problems))
+        of_model = [(run, there) for run, there in finished if run.model == model]
+        if of_model:
+            known = next((one.data_tokens for one in before if one.name == model), None)
+            models.append(_model(model, of_model, study.base_row, known, problems))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     data = {"format": FORMAT, "version": VERSION, "base_row": study.base_row, "models": models}
     path.write_text(json.dumps(data, separators=(",", ":")).replace('{"row"', '\n{"row"') + "\n")
-    return count
+    return len(finished)
 
 
-def _lost(study: Study, before: Sequence[ModelResults], path: Path) -> list[str]:
+def _lost(finished: Sequence[StudyRun], before: Sequence[ModelResults], path: Path) -> list[str]:
     """A problem where the file has runs that are not here."""
-    here = {run.name for run in study.runs if is_finished(run)}
+    here = {run.name for run in finished}
     gone = [
         run.name
         for model in before
@@ -125,19 +128,20 @@ def _lost(study: Study, before: Sequence[ModelResults], path: Path) -> list[str]
         return []
     return [
         f"a report must not lose runs; {path} has {len(gone)} that have not finished in "
-        f"{study.runs[0].folder.parent} ({_few(gone)}); put their folders there too, or delete the "
+        f"{finished[0].folder.parent} ({_few(gone)}); put their folders there too, or delete the "
         "file to begin anew"
     ]
 
 
 def _model(
-    model: str, runs: Sequence[StudyRun], base_row: str, known: int | None, problems: list[str]
+    model: str, finished: Sequence[Trained], base_row: str, known: int | None, problems: list[str]
 ) -> dict[str, Any]:
+    runs = [run for run, _ in finished]
     names = list(dict.fromkeys(run.row for run in runs))
     rows: dict[str, Row] = {}
-    for run in runs:
-        rows.setdefault(run.row, Row(run.row)).runs[run.seed] = read(run)
-    problems += _data_problems(model, [run for row in rows.values() for run in row.runs.values()])
+    for run, there in finished:
+        rows.setdefault(run.row, Row(run.row)).runs[run.seed] = there
+    problems += _data_problems(model, [there for _, there in finished])
     base = rows.get(base_row)
     for name, row in rows.items():
         if base is not None and (texts := differences(row, base)):

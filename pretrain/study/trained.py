@@ -6,7 +6,7 @@ since, the folder holds another run than the one that it is taken for. Where dat
 go and what computes them may differ: runs of several machines are put together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from pretrain.config_file import encode
 from pretrain.study.plan import StudyRun, steps_done
 
 _FEW = 4
+Trained = tuple[StudyRun, RunData]
+"""A run of the study, and what its folder says."""
 
 
 def placeless(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,38 +32,38 @@ def placeless(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read(run: StudyRun) -> RunData:
-    """What the run's folder says, whichever machine it was trained on."""
-    found = read_run(run.folder)
-    return replace(found, settings=placeless(found.settings))
+def read_all(runs: Iterable[StudyRun]) -> list[Trained]:
+    """The runs that have taken a step, each with what its folder says, whichever machine it was
+    trained on.
 
-
-def changes(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
-    """{run: ["setting: value there and value of the study now", ...]} of those that differ.
-
-    Runs that have taken no step are none. Raises ConfigError for a folder that cannot be read.
+    Raises ConfigError for a folder that cannot be read.
     """
+    found = [(run, read_run(run.folder)) for run in runs if steps_done(run)]
+    return [(run, replace(there, settings=placeless(there.settings))) for run, there in found]
+
+
+def changes(trained: Sequence[Trained]) -> dict[str, list[str]]:
+    """{run: ["setting: value there and value of the study now", ...]} of those that differ."""
     wanted: dict[tuple[str, str], dict[str, Any]] = {}
     found = {}
-    for run in runs:
-        if not steps_done(run):
-            continue
+    for run, there in trained:
         key = (run.model, run.row)
         if key not in wanted:
             wanted[key] = placeless(trained_settings(encode(make_config(run.data))))
-        own, there = wanted[key], read(run)
-        trained = {**there.settings, "run.seed": there.seed}
-        texts = apart(trained, {**own, "run.seed": run.data["run"]["seed"]})
+        texts = apart(
+            {**there.settings, "run.seed": there.seed},
+            {**wanted[key], "run.seed": run.data["run"]["seed"]},
+        )
         if texts:
             found[run.name] = texts
     return found
 
 
-def problems_of(runs: Sequence[StudyRun]) -> list[str]:
+def problems_of(trained: Sequence[Trained]) -> list[str]:
     """A problem for each row whose folders hold runs of other settings than the study's."""
     by_row: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    by_name = {run.name: run for run in runs}
-    for name, texts in changes(runs).items():
+    by_name = {run.name: run for run, _ in trained}
+    for name, texts in changes(trained).items():
         row = f"{by_name[name].model}-{by_name[name].row}"
         by_row.setdefault((row, tuple(texts)), []).append(name)
     return [

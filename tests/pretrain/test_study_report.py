@@ -14,6 +14,7 @@ from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row, group_runs, read_run
 from pretrain.config import make_config, save_config
 from pretrain.history import encode_row, read_metrics
+from pretrain.study import trained
 from pretrain.study.collect import collect
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import load_study
@@ -56,7 +57,8 @@ GAPS = {
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """(study folder, runs folder) of a study whose runs were never run."""
+    """(study folder with results.json, runs folder) of a study whose runs were never run. Tests
+    that change either take a copy."""
     place = tmp_path_factory.mktemp("study")
     base = toy_config(
         make_toy(place / "toy"), "*-*-", train={"steps": STEPS}, model={"vocab_size": 128}
@@ -70,6 +72,7 @@ def study(tmp_path_factory):
     for run in load_study(place, runs).runs:
         if run.seed < 4:
             write_files(run, GAPS[run.row][run.seed - 1] / 100)
+    assert write_results(load_study(place, runs), place / "results.json") == 12
     return place, runs
 
 
@@ -106,8 +109,9 @@ def write_files(run, gap):
 
 
 def test_report_from_runs_and_again_without_them(study, tmp_path, capsys):
-    folder, runs = study
-    text = tmp_path / "STUDY.md"
+    folder, text = tmp_path / "study", tmp_path / "STUDY.md"
+    shutil.copytree(study[0], folder, ignore=shutil.ignore_patterns("toy", "results.json"))
+    runs = folder / "runs"
     parts = ("goals", "gaps:dense-30m", "gaps:moe-30m", "evidence:dense-30m", "runs")
     empty = "\n".join(f"before\n<!-- study:{p} -->\n<!-- /study:{p} -->" for p in parts)
     text.write_text(f"{empty}\nafter\n")
@@ -134,12 +138,9 @@ def test_report_from_runs_and_again_without_them(study, tmp_path, capsys):
     assert [p.name.split("-")[-1] for p in pictures] == ["curves.png", "errors.png", "final.png"]
     assert sum(p.stat().st_size for p in pictures) < 300_000
     assert len(list((folder / "reference").glob("dense-30m-*.json"))) == 3
-    shutil.move(runs, tmp_path / "gone")
-    try:
-        text.write_text(f"{empty}\nafter\n")
-        assert main([str(folder), "--runs", str(runs), "--report", str(text)]) == 0
-    finally:
-        shutil.move(tmp_path / "gone", runs)
+    shutil.rmtree(runs)
+    text.write_text(f"{empty}\nafter\n")
+    assert main([str(folder), "--runs", str(runs), "--report", str(text)]) == 0
     assert text.read_text() == first
 
 
@@ -158,6 +159,17 @@ def test_results_hold_what_is_drawn(study):
     # |p - y|^2 / |y|^2 of cosine 0.996 and |p| = 0.996 |y| / 0.996
     assert v1.numerics["errors"]["fprop"] == pytest.approx([(2 - 2 * 0.996) ** 0.5] * 2, abs=1e-5)
     assert evidence(runs / "dense-30m-bf16-s1", STEPS) == {}
+
+
+def test_a_report_reads_each_run_once(study, tmp_path, monkeypatch):
+    """What its runs were trained with and what they came to is one reading of their folders."""
+    read = []
+    monkeypatch.setattr(trained, "read_run", lambda path: read.append(path.name) or read_run(path))
+    assert write_results(load_study(*study), tmp_path / "results.json") == 12
+    assert sorted(read) == sorted(path.name for path in study[1].iterdir())
+    nothing = load_study(study[0], tmp_path / "none")
+    assert write_results(nothing, tmp_path / "none.json") == 0
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_the_share_of_four_bits_counts_the_schedule(study):
@@ -184,7 +196,6 @@ def test_a_report_loses_no_run(study, tmp_path, capsys):
     """
     folder, runs = study
     path, some, text = folder / "results.json", tmp_path / "some", tmp_path / "a.md"
-    write_results(load_study(folder, runs), path)
     before = path.read_bytes()
     some.mkdir()
     for made in runs.glob("*-s[12]"):
