@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="save and stop after this time")
     parser.add_argument("--grace", type=float, default=90.0, help="seconds to save (%(default)s)")
     parser.add_argument("--budget", action="store_true", help="measure rates and print the cost")
-    parser.add_argument("--budget-rows", default="", help="rows to measure (the base row)")
+    parser.add_argument(
+        "--budget-rows", default="", help="rows to measure (the base row and the first other one)"
+    )
     parser.add_argument("--budget-steps", type=int, default=40, help="of a trial (%(default)s)")
     parser.add_argument("--hours", type=float, help="with --budget: which rows end within")
     parser.add_argument(
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    from pretrain.study.budget import costs, measure, render
+    from pretrain.study.budget import costs, measure, render, trial_rows
     from pretrain.study.collect import Tables, collect
     from pretrain.study.place import Places, run_all
     from pretrain.study.plan import is_finished, load_study, select, start_problems_of
@@ -83,11 +85,8 @@ def _study(options: argparse.Namespace) -> int:
         return 0
     from pretrain.study.trained import problems_of, read_all
 
-    problems += [
-        *_place_problems(options),
-        *start_problems_of(study),
-        *problems_of(read_all(study.runs)),
-    ]
+    problems += [*_place_problems(options), *start_problems_of(study)]
+    problems += problems_of(read_all(study.runs))
     if problems := problems or folder_problems("--runs", folder):
         raise ConfigError(problems)
     with (folder / "study.lock").open("w") as lock:
@@ -99,7 +98,7 @@ def _study(options: argparse.Namespace) -> int:
                 "name another --runs"
             ) from None
         if options.budget:
-            rows = [name for name in options.budget_rows.split(",") if name] or [study.base_row]
+            rows = [name for name in options.budget_rows.split(",") if name] or trial_rows(study)
             rates = measure(
                 study, rows, places, folder, steps=options.budget_steps, minutes=options.minutes
             )

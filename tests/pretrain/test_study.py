@@ -17,7 +17,7 @@ from fused_ops.keys import GEMMS
 from fused_ops.recipe import get_recipe
 from pretrain.config import make_config, precision_plan
 from pretrain.history import METRICS_FILE, read_metrics
-from pretrain.study.budget import costs, render
+from pretrain.study.budget import costs, render, trial_rows
 from pretrain.study.place import Places, run_all
 from pretrain.study.plan import is_finished, load_study, select, steps_done
 from tests.toy import make_toy, toy_config
@@ -289,14 +289,17 @@ def test_the_cost_counts_what_is_left(data, tmp_path):
     text = render(found, Places((0, 1), 2), hours=0.15)
     assert "4 runs, 4 at once: 0.32 hours of training" in text
     assert "1 of 2 rows end within 0.15 hours" in text
-    assert "v1" in next(line for line in text.splitlines() if "too late" in line)
+    late = next(line for line in text.splitlines() if "too late" in line)
+    assert late.split()[:6] == ["toy", "v1", "2", "1,536", "0", "*"], "at the rate of v9"
+    assert "* not measured: counted at the slowest rate measured of that model; a row" in text
+    assert trial_rows(study) == ["bf16", "v1"]
 
 
 @pytest.mark.slow
 def test_the_budget_is_measured(data, tmp_path, capsys):
     folder, runs = write_study(tmp_path / "s", data), tmp_path / "runs"
     words = [str(folder), "--cpu", "--runs", str(runs), "--per-gpu", "2", "--budget"]
-    assert main([*words, "--budget-steps", "4", "--budget-rows", "bf16,v1"]) == 0
+    assert main([*words, "--budget-steps", "4"]) == 0
     assert "4 runs, 2 at once" in capsys.readouterr().out
     rates = yaml.safe_load((runs / "budget.json").read_text())
     assert all(10 < rates["toy"][row] < 1e6 for row in ("bf16", "v1"))
