@@ -14,6 +14,7 @@ from pydantic_core import ArgsKwargs
 
 from fused_ops.errors import ConfigError
 from models.config_checks import layout_problems
+from models.lost_settings import lost_problems, range_problems
 from models.megatron_fields import field_names, read_megatron
 from models.parallel_config import ParallelConfig
 from models.pattern import Pattern, parse_pattern, pattern_problems, stage_problems
@@ -79,11 +80,12 @@ def model_problems(
     vocab_size = vocab_size or model.vocab_size
     broken = pattern_problems(model.pattern)
     counts = take_counts(values)
-    problems += counts + broken
+    problems += counts + broken + range_problems(values)
     if not broken:
         pattern = parse_pattern(model.pattern)
         if not counts:
             problems += shape_problems(pattern, values, rotary=model.position_embedding == "rope")
+            problems += lost_problems(pattern, values)
         stages = (parallel.pipeline_model_parallel_size, parallel.virtual)
         problems += stage_problems(pattern, *stages)
         problems += layout_problems(
@@ -99,6 +101,7 @@ def model_problems(
                 f"does not go with pipeline_model_parallel_size {stages[0]}: the last stage has "
                 "the embedding twice and cannot save it; set one of them to false or 1"
             )
+    problems += _position_problems(model, values)
     if model.qk_norm_over == "all_heads":
         problems += _all_heads_problems(values, parallel.tensor_model_parallel_size)
     if model.rope_scaling is not None:
@@ -136,6 +139,29 @@ def _all_heads_problems(values: dict[str, Any], tp: int) -> list[str]:
         problems.append(
             "model.qk_norm_over all_heads is a plain RMSNorm; remove normalization and "
             "layernorm_zero_centered_gamma, or normalize each head"
+        )
+    return problems
+
+
+def _position_problems(model: ModelConfig, values: dict[str, Any]) -> list[str]:
+    """Settings of positions, and of norms of heads, that the attention of this model ignores."""
+    problems, latent = [], "+" in model.pattern
+    if latent and model.qk_norm_over == "all_heads":
+        problems.append(
+            "model.qk_norm_over all_heads does not reach multi-latent attention, which normalizes "
+            "what it compresses to; remove it"
+        )
+    if latent and model.position_embedding == "none":
+        problems.append(
+            "model.position_embedding none does not reach multi-latent attention, which has its "
+            "own rotary part; remove it"
+        )
+    yarn = latent and values.get("rope_type", "rope") != "rope"
+    if model.rotary_percent != 1 and (yarn or model.position_embedding == "none"):
+        why = "rope_type yarn rotates all" if yarn else "position_embedding is none"
+        problems.append(
+            f"model.rotary_percent {model.rotary_percent} would change nothing here: {why}; "
+            "remove it"
         )
     return problems
 

@@ -107,6 +107,11 @@ def _attention(pattern: Pattern, values: dict[str, Any], rotary: bool) -> list[s
             f"model.megatron.window_size {list(window)} would let a token see those behind it, "
             f"which a causal model cannot; use [{window[0]}, 0]"
         )
+    if window is not None and window[0] < 0:
+        problems.append(
+            f"model.megatron.window_size {list(window)} would let a token see nothing; set how "
+            "many tokens before it one sees, or null for all"
+        )
     heads = values.get("num_attention_heads") or 1
     groups = values.get("num_query_groups") or heads
     if heads % groups:
@@ -176,6 +181,14 @@ def _router(values: dict[str, Any]) -> list[str]:
         problems.append(
             f"moe_router_load_balancing_type {alone} balances without a loss; set "
             f"moe_aux_loss_coeff to 0 (it is {loss})"
+        )
+    if values.get("moe_apply_probs_on_input") and topk != 1:
+        problems.append(
+            f"moe_apply_probs_on_input needs moe_router_topk 1, got {topk}; set one of them"
+        )
+    if values.get("moe_shared_expert_overlap") and values.get("moe_latent_size"):
+        problems.append(
+            "moe_shared_expert_overlap does not go with moe_latent_size; set it to false"
         )
     if values.get("moe_router_enable_expert_bias") and (
         values.get("moe_router_score_function", "softmax") == "softmax"
