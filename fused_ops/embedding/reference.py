@@ -18,7 +18,9 @@ def rows_of(ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
     return rows.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
 
 
-class _Embedding(torch.autograd.Function):
+class LookUp(torch.autograd.Function):
+    """Rows of the weight [entries, h]; the backward pass adds to `weight.main_grad`."""
+
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
         ctx.weight = weight
@@ -36,4 +38,4 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
     """See `fused_ops.embedding.embedding`."""
-    return _Embedding.apply(ids, weight, gaps)
+    return LookUp.apply(ids, weight, gaps)

@@ -3,10 +3,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fused_ops.embedding.reference import rows_of
+from fused_ops.embedding import reference
 from fused_ops.linear import dummy_gradient
 from fused_ops.triton_support import float_reason, launch, power_of_two
 
@@ -23,13 +22,7 @@ def supports(ids: Tensor, weight: Tensor, gaps: bool) -> str | None:
     return float_reason(weight)
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
-        ctx.weight = weight
-        ctx.save_for_backward(ids)
-        return rows_of(ids, weight, gaps)
-
+class _LookUp(reference.LookUp):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         from fused_ops.embedding import triton_kernels as kernels
@@ -48,4 +41,4 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(ids: Tensor, weight: Tensor, gaps: bool) -> Tensor:
     """See `fused_ops.embedding.embedding`, which checks the arguments."""
-    return _Embedding.apply(ids, weight, gaps)
+    return _LookUp.apply(ids, weight, gaps)
