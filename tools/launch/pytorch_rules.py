@@ -75,13 +75,7 @@ def check_pytorch_job(job: dict[str, Any], found: Findings, maps: dict[str, set[
         check_images(pod, found)
         gpus = gpu_count(pod.resources)
         setting = Setting("PyTorchJob", nodes, processes, gpus, carried)
-        start = check_start(
-            pod.container.get("command"),
-            pod.container.get("args"),
-            setting,
-            pod.container_path,
-            found,
-        )
+        start = check_start(pod.container, setting, pod.container_path, found)
         pod.cpu_only = "run.device=cpu" in words(pod.container.get("args")) + start.rest
         check_pod(pod, found)
         check_run_file(start, pod, maps, found)

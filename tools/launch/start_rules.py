@@ -2,7 +2,9 @@
 """What the command of a training container must be, given what its operator injects."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tools.launch.command import Start, read_command
 from tools.launch.documents import Path
@@ -63,20 +65,21 @@ class Setting:
 
 
 def check_start(
-    command: object, arguments: object, setting: Setting, path: Path, found: Findings
+    container: Mapping[str, Any], setting: Setting, path: Path, found: Findings
 ) -> Start:
-    """Checks the words of a container; returns what they start."""
-    line = words(command) + words(arguments)
+    """Checks the words of a container, which stands at `path`; returns what they start."""
+    command = words(container.get("command"))
+    line = command + words(container.get("args"))
     start = read_command(line)
-    place = (*path, "command") if words(command) else (*path, "args")
-    first = line[0] if words(command) else ""
+    place = (*path, "command") if command else (*path, "args")
+    first = line[0] if command else ""
     if " " in first.strip() and start.shell is None:
         found.error(
             place,
             f"the first word is the program, and {first!r} is several; write {first.split()!r}",
         )
         return start
-    if not words(command):
+    if not command:
         found.error(
             path,
             "without a command the image decides what runs; write command: [torchrun] and "

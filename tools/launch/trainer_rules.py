@@ -58,7 +58,7 @@ def check_train_job(
     if own or reference == _STOCK:
         gpus = gpu_count(pod.resources)
         setting = Setting("TrainJob", nodes, processes, gpus)
-        start = check_start(trainer.get("command"), trainer.get("args"), setting, path, found)
+        start = check_start(trainer, setting, path, found)
         pod.cpu_only = "run.device=cpu" in words(trainer.get("args")) + start.rest
         check_run_file(start, pod, maps, found)
     if "image" in trainer:
@@ -295,13 +295,7 @@ def _check_set_job(job: Any, path: Path, found: Findings) -> None:
         pod.resources = at(pod.container, "resources")
         pod.resources_path = (*pod.container_path, "resources")
         setting = Setting("JobSet", pods, None, gpu_count(pod.resources), carried={})
-        start = check_start(
-            pod.container.get("command"),
-            pod.container.get("args"),
-            setting,
-            pod.container_path,
-            found,
-        )
+        start = check_start(pod.container, setting, pod.container_path, found)
         pod.cpu_only = "run.device=cpu" in words(pod.container.get("args"))
         names = {at(e, "name", kind=str) for e in at(pod.container, "env", kind=list)}
         if start.program == "torchrun" and pods > 1:
