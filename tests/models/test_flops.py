@@ -6,7 +6,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.config import ModelConfig
 from models.flops import (
     ModelShape,
     count_parameters,
@@ -44,22 +43,11 @@ KINDS = {
 }
 
 
-def section(pattern, fields, tied=False):
-    return ModelConfig(
-        pattern=pattern,
-        seq_length=toy.SEQ,
-        vocab_size=toy.VOCAB,
-        make_vocab_size_divisible_by=8,
-        tie_embeddings=tied,
-        megatron=toy.megatron_fields(pattern, **fields),
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_and_flops_equal_what_the_built_model_has(kind):
     pattern, fields = KINDS[kind]
     chunks, _ = toy.make(pattern, **fields)
-    shape = model_shape(section(pattern, fields), params_dtype=torch.float32)
+    shape = model_shape(toy.section(pattern, fields), params_dtype=torch.float32)
     count = count_parameters(shape)
     assert count.total == sum(p.numel() for p in chunks[0].parameters())
     assert sum(count.parts.values()) == count.total
@@ -77,13 +65,13 @@ def test_parameters_and_flops_equal_what_the_built_model_has(kind):
 
 def test_tied_embeddings_count_once():
     chunks, _ = toy.make("*-", model={"tie_embeddings": True})
-    count = count_parameters(model_shape(section("*-", {}, tied=True)))
+    count = count_parameters(model_shape(toy.section("*-", tie_embeddings=True)))
     assert count.total == sum(p.numel() for p in chunks[0].parameters())
     assert "output_layer" not in count.parts
 
 
 def test_active_parameters_leave_out_experts_that_a_token_does_not_meet():
-    shape = model_shape(section("*E/*E", SHARED))
+    shape = model_shape(toy.section("*E/*E", SHARED))
     count = count_parameters(shape)
     one_expert = 64 * 2 * 48 + 48 * 64
     assert count.without_mtp - count.active == (4 - 2) * one_expert
@@ -100,14 +88,14 @@ def test_scan_counts_the_recurrence():
     )
     with FlopCounterMode(display=False) as counter:
         torch.bmm(torch.bmm(x, b), c)
-    shape = model_shape(section("M", {}))
+    shape = model_shape(toy.section("M"))
     scan = next(part for part in fixed_parts(shape) if part.name == "mixer.scan")
     assert scan.flops == counter.get_total_flops() + heads * width * state
     assert not scan.gemm
 
 
 def test_causal_attention_counts_what_the_mask_keeps():
-    shape = model_shape(section("*-", {}))
+    shape = model_shape(toy.section("*-"))
     whole = flops_per_token(shape, causal=False)["core_attention"]
     kept = sum(range(1, toy.SEQ + 1)) / toy.SEQ**2
     assert flops_per_token(shape)["core_attention"] == pytest.approx(kept * whole, rel=1e-12)
@@ -116,7 +104,7 @@ def test_causal_attention_counts_what_the_mask_keeps():
 @pytest.mark.parametrize(("window", "every"), [(5, None), (5, 2), (1000, None)])
 def test_a_window_counts_what_it_keeps(window, every):
     fields = {"window_size": [window, 0], "window_attn_skip_freq": every}
-    shape, plain = (model_shape(section("*-*-*-", f)) for f in (fields, {}))
+    shape, plain = (model_shape(toy.section("*-*-*-", f)) for f in (fields, {}))
     positions = range(toy.SEQ)
     kept = sum(min(i + 1, window + 1) for i in positions), sum(i + 1 for i in positions)
     # layers 1, 3 and 5 of the pattern: every second one is 2, 4, 6
@@ -124,15 +112,15 @@ def test_a_window_counts_what_it_keeps(window, every):
     found = flops_per_token(shape)["core_attention"] / flops_per_token(plain)["core_attention"]
     assert found == pytest.approx(share, rel=1e-12)
     if every:
-        moved = model_shape(section("-*-*-*", fields))
-        whole = flops_per_token(model_shape(section("-*-*-*", {})))["core_attention"]
+        moved = model_shape(toy.section("-*-*-*", fields))
+        whole = flops_per_token(model_shape(toy.section("-*-*-*")))["core_attention"]
         assert flops_per_token(moved)["core_attention"] == whole
 
 
 def test_closed_form_of_a_dense_transformer():
     """6 FLOPs a parameter of the blocks, and 6 h (s + 1) a layer for causal attention."""
     layers, hidden, seq = 2, 64, toy.SEQ
-    shape = model_shape(section("*-" * layers, {"num_query_groups": 4}))
+    shape = model_shape(toy.section("*-" * layers, {"num_query_groups": 4}))
     blocks = layers * (4 * hidden * hidden + 3 * hidden * 96)
     expected = 6 * blocks + 6 * hidden * toy.VOCAB + layers * 6 * hidden * (seq + 1)
     assert sum(flops_per_token(shape).values()) == expected
@@ -163,7 +151,7 @@ def test_mfu_is_the_share_of_the_dense_peak():
 
 def test_shape_needs_no_megatron_config():
     """Anything with the attributes will do, so that a tool may count a shape of its own."""
-    config = model_shape(section("*-", {})).config
+    config = model_shape(toy.section("*-")).config
     shape = ModelShape(pattern="*-|*-", config=config, vocab_size=8, seq_length=4)
     whole = ModelShape(pattern="*-*-", config=config, vocab_size=8, seq_length=4)
     assert count_parameters(shape) == count_parameters(whole)

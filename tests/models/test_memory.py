@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fused_ops.recipe import get_recipe
-from models.config import ModelConfig, ParallelConfig
+from models.config import ParallelConfig
 from models.memory import code_bytes, rank_parameters, sharing, state_bytes
 from models.parallel_linear import GemmModule
 from models.precision import model_shape
@@ -29,15 +29,7 @@ KINDS = [
 
 
 def shape_of(pattern, fields, **section):
-    model = ModelConfig(
-        pattern=pattern,
-        seq_length=toy.SEQ,
-        vocab_size=toy.VOCAB,
-        make_vocab_size_divisible_by=8,
-        megatron=toy.megatron_fields(pattern, **fields),
-        **section,
-    )
-    return model_shape(model, params_dtype=torch.float32)
+    return model_shape(toy.section(pattern, fields, **section), params_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("pattern", "fields"), KINDS)

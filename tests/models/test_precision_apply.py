@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from fused_ops import grouped_linear, linear
 from fused_ops.formats import QuantizedTensor
-from models.config import ModelConfig, ParallelConfig
+from models.config import ParallelConfig
 from models.parallel_linear import GemmModule
 from models.precision import PrecisionState, apply_precision, named_gemms, plan_table
 from models.precision_config import PrecisionConfig
@@ -32,16 +32,6 @@ FIELDS = {"moe_shared_expert_intermediate_size": 32}
 
 def precision(section):
     return TypeAdapter(PrecisionConfig).validate_python(section)
-
-
-def section(pattern, **fields):
-    return ModelConfig(
-        pattern=pattern,
-        seq_length=toy.SEQ,
-        vocab_size=toy.VOCAB,
-        make_vocab_size_divisible_by=8,
-        megatron=toy.megatron_fields(pattern, **fields),
-    )
 
 
 class Recorder:
@@ -125,7 +115,7 @@ def test_modules_carry_what_the_table_says():
 def test_the_table_of_a_built_model_is_the_dry_runs():
     chunks, _ = toy.make("*-M-*E/*-", dtype=torch.bfloat16, **FIELDS)
     plan = apply_precision(chunks, precision(MIXED), PrecisionState())
-    assert plan.table() == plan_table(section("*-M-*E/*-", **FIELDS), precision(MIXED))
+    assert plan.table() == plan_table(toy.section("*-M-*E/*-", FIELDS), precision(MIXED))
 
 
 def test_a_linear_layer_outside_the_table_is_an_error():

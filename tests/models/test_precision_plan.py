@@ -27,17 +27,7 @@ def precision(**section):
 
 @pytest.fixture(scope="module")
 def shape():
-    return model_shape(section())
-
-
-def section(pattern=PATTERN, **fields):
-    return ModelConfig(
-        pattern=pattern,
-        seq_length=toy.SEQ,
-        vocab_size=toy.VOCAB,
-        make_vocab_size_divisible_by=8,
-        megatron=toy.megatron_fields(pattern, **fields),
-    )
+    return model_shape(toy.section(PATTERN))
 
 
 def late_forward(shape, total=1000, **changes):
@@ -59,7 +49,7 @@ def test_a_step_begins_at_its_sample(shape):
 
 def test_fractions_are_exact():
     """0.07 * 100 is 7.000000000000001 in floating point, and its ceiling would be 8."""
-    shape = model_shape(section())
+    shape = model_shape(toy.section(PATTERN))
     assert late_forward(shape, total=100, **{"from": 0.07}).boundaries == [7]
 
 
@@ -225,7 +215,7 @@ def test_rendered_table_has_a_line_for_each_layer_and_gemm(shape):
 
 def test_high_precision_is_called_what_it_is():
     """In a run of FP32 a BF16 operand is not rounded: the table must not say that it is."""
-    shape = model_shape(section(), params_dtype=torch.float32)
+    shape = model_shape(toy.section(PATTERN), params_dtype=torch.float32)
     plan = PrecisionPlan(precision(), shape)
     assert plan.table()[0]["fprop"] == {"x": "fp32", "w": "fp32"}
     assert plan.flops_share() == {"fp32": pytest.approx(1.0)}
@@ -235,7 +225,7 @@ def test_high_precision_is_called_what_it_is():
 
 
 def test_padding_is_noted():
-    shape = model_shape(section("M", mamba_num_heads=4, mamba_num_groups=1))
+    shape = model_shape(toy.section("M", {"mamba_num_heads": 4, "mamba_num_groups": 1}))
     (note,) = PrecisionPlan(precision(recipe="nvfp4"), shape).notes()
     assert (
         note
@@ -251,7 +241,7 @@ def test_a_vocabulary_that_only_the_data_knows_is_noted():
 
 def test_a_pattern_cut_into_stages_has_the_same_table():
     config = precision(recipe="nvfp4", rules=[{"layers": "last 15%", "recipe": "bf16"}])
-    whole = plan_table(section("*-M-*E/*-"), config)
-    assert plan_table(section("*-M|-*E/*-"), config) == whole
-    assert plan_table(section("*|-M|-*|E/*-"), config) == whole
-    assert plan_table(section("*-M-E*/*-"), config) != whole
+    whole = plan_table(toy.section("*-M-*E/*-"), config)
+    assert plan_table(toy.section("*-M|-*E/*-"), config) == whole
+    assert plan_table(toy.section("*|-M|-*|E/*-"), config) == whole
+    assert plan_table(toy.section("*-M-E*/*-"), config) != whole

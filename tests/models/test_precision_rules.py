@@ -20,19 +20,10 @@ def precision(**section):
     return TypeAdapter(PrecisionConfig).validate_python(section)
 
 
-def section(pattern, **fields):
-    return ModelConfig(
-        pattern=pattern,
-        seq_length=toy.SEQ,
-        vocab_size=toy.VOCAB,
-        megatron=toy.megatron_fields(pattern, **fields),
-    )
-
-
 def plan(pattern, fields=None, **settings):
     key = (pattern, str(fields))
     if key not in SHAPES:
-        SHAPES[key] = model_shape(section(pattern, **(fields or {})))
+        SHAPES[key] = model_shape(toy.section(pattern, fields))
     return PrecisionPlan(precision(**settings), SHAPES[key], total_samples=1000)
 
 

@@ -59,6 +59,14 @@ def megatron_fields(pattern, **changes):
     return fields | changes
 
 
+def section(pattern, fields=None, **model):
+    """The `model` section of a toy; `fields` are megatron-core's."""
+    given = {"seq_length": SEQ, "vocab_size": VOCAB, "make_vocab_size_divisible_by": 8} | model
+    return ModelConfig(
+        pattern=pattern, megatron=megatron_fields(pattern, **(fields or {})), **given
+    )
+
+
 _layouts: list[ParallelConfig] = []
 label_mask: torch.Tensor | None = None
 """Which labels count, [2, SEQ]; None for all."""

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -223,6 +224,16 @@ def start_group(rank: int = 0, world_size: int = 1, store: str | None = None) ->
     place: Any = dist.FileStore(store, world_size) if store else dist.HashStore()
     dist.init_process_group("gloo", store=place, rank=rank, world_size=world_size)
     return True
+
+
+@contextmanager
+def own_group() -> Iterator[None]:
+    """A group of this process alone, unless it has one; it ends with the block."""
+    ours = start_group()
+    yield
+    if ours:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def open_trial(run_dir: Path | str, options: dict[str, Any] | None = None) -> Trial:

@@ -13,14 +13,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint import safe as checkpoint_safe
 from pretrain.checkpoint.io import file_entry
 from pretrain.checkpoint.layout import COMPLETE, LATEST, MANIFEST, STATE, read_manifest, seal
 from pretrain.checkpoint.manager import UnsafeCheckpoint, find_latest
-from tests.pretrain.checkpoint_trial import open_trial, run, start_group
+from tests.pretrain.checkpoint_trial import open_trial, own_group, run
 from tests.pretrain.disk import Disk, lay_out
 
 STEPS = 5
@@ -28,11 +27,8 @@ STEPS = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def _group():
-    ours = start_group()
-    yield
-    if ours:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    with own_group():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,18 @@ import signal
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint import io as checkpoint_io
 from pretrain.checkpoint.layout import MANIFEST
 from pretrain.checkpoint.manager import CheckpointError, find_latest
-from tests.pretrain.checkpoint_trial import open_trial, start_group
+from tests.pretrain.checkpoint_trial import open_trial, own_group
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _group():
-    ours = start_group()
-    yield
-    if ours:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    with own_group():
+        yield
 
 
 def step_dir(run_dir, step):
