@@ -59,6 +59,11 @@ def _problems(options: argparse.Namespace) -> list[str]:
         (0 < options.top_p <= 1, f"--top-p must be in (0, 1]; got {options.top_p}; 1 keeps all"),
     )
     found = [text for holds, text in rules if not holds] + seed_problems(options.seed)
+    found += [
+        f"--prompt must be text in UTF-8; got {prompt!r}"
+        for prompt in options.prompt or []
+        if not _is_text(prompt)
+    ]
     try:
         if options.prompts is not None and not _lines(options.prompts):
             found.append(f"--prompts must hold a prompt; {options.prompts} has only empty lines")
@@ -68,6 +73,11 @@ def _problems(options: argparse.Namespace) -> list[str]:
             f"got {options.prompts}: {error}"
         )
     return found
+
+
+def _is_text(argument: str) -> bool:
+    """Whether it came in UTF-8: Python keeps other bytes of a command line as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in argument)
 
 
 def _lines(path: Path) -> list[str]:

@@ -80,14 +80,16 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
             f"{', '.join(unknown)}: take them out of its generation_kwargs"
         )
     until = settings.get("until") or []
-    temperature = float(settings.get("temperature") or 0.0)
+    asked = settings.get("temperature")
+    # Sampling without a temperature is that of the model's own distribution, as in transformers.
+    temperature = float(bool(settings.get("do_sample")) if asked is None else asked)
     if not settings.get("do_sample", temperature > 0):
         temperature = 0.0
     sampling = Sampling(
         temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0)
     )
     return {
-        "until": [until] if isinstance(until, str) else list(until),
+        "until": [end for end in ([until] if isinstance(until, str) else until) if end],
         "count": int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256),
         "sampling": sampling,
     }

@@ -33,7 +33,7 @@ def within_share(
     """Layers to keep in BF16: most score for their FLOPs first, up to a share of all linears'.
 
     Raises:
-        ConfigError: not even the smallest of them fits.
+        ConfigError: not even the smallest of them fits, or none has a score.
     """
     flops = {module.name: module.flops for module in modules}
     budget, chosen = share * sum(flops.values()) * (1 + 1e-9), []
@@ -41,6 +41,11 @@ def within_share(
         if ranked[name] > 0 and flops[name] <= budget:
             budget -= flops[name]
             chosen.append(name)
+    if not chosen and not any(score > 0 for score in ranked.values()):
+        raise ConfigError(
+            "layers are chosen by the damage that they do alone, and none does any on this batch; "
+            "rank by gradients too (--by both), or keep all of them in the recipe"
+        )
     if not chosen:
         smallest = min(flops[name] for name in ranked) / sum(flops.values())
         raise ConfigError(

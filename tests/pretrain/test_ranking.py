@@ -159,6 +159,8 @@ def test_layers_are_chosen_for_their_flops():
     assert within_share(scores(damages, "both"), MODULES, 0.4) == [NAMES[0], NAMES[1]]
     with pytest.raises(ConfigError, match=r"smallest has 0\.100"):
         within_share(by_loss, MODULES, 0.05)
+    with pytest.raises(ConfigError, match="none does any on this batch"):
+        within_share(dict.fromkeys(NAMES, 0.0), MODULES, 0.9)
     assert last_layers(NAMES, MODULES, 0.4) == [NAMES[3]]
     assert last_layers(NAMES, MODULES, 0.6) == [NAMES[3], NAMES[1]]
     assert flops_of(NAMES[:2], MODULES) == pytest.approx(0.3)

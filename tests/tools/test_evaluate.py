@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from fused_ops.errors import ConfigError
-from pretrain.generation.harness import HarnessAnswers
+from pretrain.generation.harness import HarnessAnswers, _generation
 from pretrain.generation.opened import OpenedModel
 from pretrain.generation.scoring import Scorer, windows
 from pretrain.initialize import shut_down
@@ -127,6 +127,22 @@ def test_answers_end_at_the_first_stop(opened):
     assert found[1] == expected["w9"].split(stop)[0]
     sampled = {"max_gen_toks": 8, "do_sample": True, "temperature": 5.0}
     assert answers.generate_until([request("w9", sampled)]) != [expected["w9"]]
+    empty = {"until": ["", stop], "max_gen_toks": 8}
+    assert answers.generate_until([request("w9", empty)]) == [expected["w9"].split(stop)[0]]
+
+
+def test_how_tokens_are_chosen_as_a_task_says():
+    chosen = [
+        _generation(settings)["sampling"].temperature
+        for settings in (
+            {"do_sample": True},
+            {"do_sample": True, "temperature": 0.0},
+            {"temperature": 0.5},
+            {"do_sample": False, "temperature": 0.5},
+            {},
+        )
+    ]
+    assert chosen == [1.0, 0.0, 0.5, 0.0, 0.0]
 
 
 def test_mistakes_of_tasks_are_said(opened):

@@ -59,6 +59,8 @@ def test_prompts_and_seeds_that_cannot_be_used(tmp_path, capsys):
         assert said in errors
         assert "--seed must be between -2^62 and 2^62" in errors
         assert "Traceback" not in errors
+    assert main([str(tmp_path), "--prompt", "caf\udce9"]) == 2
+    assert "--prompt must be text in UTF-8; got 'caf\\udce9'" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
