@@ -86,11 +86,10 @@ def _sequence(parallel: ParallelConfig, seq_length: int) -> list[str]:
     pieces = (2 * cp if cp > 1 else 1) * (tp if parallel.sequence_parallel else 1)
     if seq_length % pieces == 0:
         return []
-    down = seq_length - seq_length % pieces
     return [
         f"model.seq_length {seq_length} must be a multiple of {pieces} (two pieces for each of "
-        f"{cp} context-parallel processes, times sequence-parallel ones); use "
-        f"{down or pieces} or {down + pieces}"
+        f"{cp} context-parallel processes, times sequence-parallel ones); the next one is "
+        f"{above_and_below(seq_length, pieces)}"
     ]
 
 

@@ -32,6 +32,7 @@ from pretrain.pretrain_config import PretrainConfig
 from pretrain.redact import mask_secrets
 
 CONFIG_FILE = "config.yaml"
+GROUP = "microbatch_group_size_per_vp_stage"
 
 
 def load_config(
@@ -194,19 +195,35 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
             *_micro_batch_problems(config),
         ]
     ranks, found = world // (tp * pp * cp), []
-    virtual = parallel.virtual_pipeline_model_parallel_size
+    interleaved = parallel.virtual > 1
+    given = config.model.megatron.get(GROUP)
+    group = given if isinstance(given, int) else pp  # of another type: said elsewhere
+    if given is not None and not interleaved:
+        found.append(
+            f"model.megatron.{GROUP} needs parallel.virtual_pipeline_model_parallel_size of 2 or "
+            "more; set both, or remove it"
+        )
     for size in train.batch_sizes.sizes:
         try:
             micro_batches = check_batch_sizes(size, train.micro_batch_size, ranks)
         except ConfigError as error:
             found += error.problems
             continue
-        if virtual and virtual > 1 and micro_batches % pp:
+        if interleaved and micro_batches % pp:
             near = above_and_below(size, train.micro_batch_size * ranks * pp)
             found.append(
                 "with virtual_pipeline_model_parallel_size the micro-batches of a step must be a "
                 f"multiple of pipeline_model_parallel_size={pp}; got {micro_batches}; change "
                 f"train.global_batch_size: the next one is {near}"
+            )
+        elif interleaved and not (
+            pp <= group <= micro_batches
+            and (micro_batches % group == 0 or micro_batches % group >= pp)
+        ):
+            found.append(
+                f"model.megatron.{GROUP} {group} must lie between pipeline_model_parallel_size="
+                f"{pp} and the {micro_batches} micro-batches of a step, and leave none or at least "
+                f"{pp} of them over; set it to {pp}, or remove it"
             )
     return found
 

@@ -27,9 +27,9 @@ from models.precision_plan import PrecisionPlan
 from models.saved import Layout, saved_bytes
 from models.throughput import Device, StepTime, TokenTime, step_time, token_time
 from pretrain.checkpoint.compare import compare, override_config, rows_problem
-from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.config import Found, find_latest
 from pretrain.checkpoint.io import CheckpointError, load_json
-from pretrain.checkpoint.layout import STATE
+from pretrain.checkpoint.layout import STATE, scan
 from pretrain.checkpoint.safe import read_index
 from pretrain.config import (
     PretrainConfig,
@@ -123,17 +123,21 @@ def preflight(
     data = read_yaml(path)
     apply_overrides(data, parse_overrides(overrides))
     problems: list[str] = []
+    wrong: list[str] = []
     try:
         config = make_config(data)
     except ConfigError as error:
         problems = list(error.problems)
-        relaxed = _readable(data)
+        relaxed, _, wrong = decode_all(PretrainConfig, data)  # although sections contradict
         if relaxed is None:
             return Preflight(problems=problems)
         config = relaxed
     world = world or (world_size() if world_size() > 1 else fewest_processes(config.parallel))
     vocab, found, notes = _vocabulary(config)
-    problems += [*_start_problems(config, world), *found]
+    # Where a setting could not be read its default stands in: nothing is said about that.
+    started = _start_problems(config, world)
+    problems += [text for text in started if not any(name in text for name in wrong)]
+    problems += found
     changed, text = _checkpoint(config, vocab)
     problems, notes = [*problems, *changed], [*notes, *text]
     result = Preflight(
@@ -146,12 +150,6 @@ def preflight(
     if not problems or not _broken_layout(config, world):
         _estimate(result, vocab)
     return result
-
-
-def _readable(data: Mapping[str, Any]) -> PretrainConfig | None:
-    """The run although some of its sections contradict each other; None if it cannot be read."""
-    config, _, _ = decode_all(PretrainConfig, data)
-    return config
 
 
 def _broken_layout(config: PretrainConfig, world: int) -> bool:
@@ -204,34 +202,53 @@ def _vocabulary(config: PretrainConfig) -> tuple[int | None, list[str], list[str
 
 def _checkpoint(config: PretrainConfig, vocab: int | None) -> tuple[list[str], list[str]]:
     """(problems, notes) of continuing the checkpoint that a start would find."""
-    folder = config.run.path / "checkpoints"
-    place = folder if folder.is_dir() else None
-    if place is None and config.checkpoint.load:
-        place = Path(config.checkpoint.load)
-    if place is None or config.checkpoint.resume == "never":
-        return [], []
+    own, settings = config.run.path / "checkpoints", config.checkpoint
+    place = own
     try:
-        found = find_latest(place)
-        if found is None:
-            return [], []
+        held = scan(own)
+        if settings.resume == "never" and (held.whole or held.broken):
+            return [
+                f"checkpoint.resume=never, but {own} already holds checkpoints; choose another "
+                "run.name, delete that folder, or set checkpoint.resume=auto to continue"
+            ], []
+        found = find_latest(own)
+        if found is None and settings.load is not None:
+            place = Path(settings.load)
+            found = find_latest(place)
+    except (CheckpointError, OSError) as error:
+        return [f"the checkpoint in {place} cannot be read: {error}"], []
+    if found is not None:
+        return _continued(config, vocab, found, fresh=place != own)
+    if settings.load is not None:
+        return [], [f"checkpoint.load is not checked: no whole checkpoint is in {place}"]
+    if settings.resume == "must":
+        return [], [f"checkpoint.resume=must: no whole checkpoint is in {own}; a start needs one"]
+    return [], []
+
+
+def _continued(
+    config: PretrainConfig, vocab: int | None, found: Found, *, fresh: bool
+) -> tuple[list[str], list[str]]:
+    """(problems, notes) of going on from a checkpoint; `fresh`: that of another run."""
+    try:
         saved = load_json(found.path / STATE)["config"]
         rows = _rows(found.path)
     except (CheckpointError, OSError, KeyError) as error:
-        return [f"the checkpoint in {place} cannot be read: {error}"], []
-    if place != folder and config.checkpoint.load_parts == "model":
+        return [f"the checkpoint {found.path} cannot be read: {error}"], []
+    if fresh and config.checkpoint.load_parts == "model":
         shapes = {"model": saved.get("model")}, {"model": encode(config)["model"]}
     else:
         shapes = saved, encode(override_config(config, config.checkpoint.override))
     own, problems = padded_vocab_size(config.model, vocab or 0), []
     if own and rows and rows != own:
-        problems.append(rows_problem(f"step {found.step} of {place}", rows, own))
+        problems.append(rows_problem(f"step {found.step} of {found.path.parent}", rows, own))
     try:
         notes = compare(*shapes, config.checkpoint.override)
     except ConfigError as error:
-        problems += [f"step {found.step} of {place}: {text}" for text in error.problems]
+        problems += [f"step {found.step} of {found.path.parent}: {t}" for t in error.problems]
     if problems:
         return problems, []
-    return [], [f"continues step {found.step} of {place}", *notes]
+    return [], [f"continues step {found.step} of {found.path.parent}", *notes]
 
 
 def _rows(checkpoint: Path) -> int | None:

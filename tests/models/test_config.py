@@ -265,7 +265,12 @@ def test_stages():
         ("-", {}, {"virtual_pipeline_model_parallel_size": 2}, "needs a pipeline"),
         ("-", {}, {"tensor_model_parallel_size": 0}, "at least 1, got 0"),
         ("-", {}, {"expert_tensor_parallel_size": 2}, "_size 2 has no experts to cut"),
-        ("-", {"seq_length": 33}, {"context_parallel_size": 2}, "use 32 or 36"),
+        (
+            "-",
+            {"seq_length": 33},
+            {"context_parallel_size": 2},
+            "the next one is 36, the one before 32",
+        ),
         ("-", {}, {"overlap_param_gather": True}, "overlap_grad_reduce"),
         ("E", {"num_moe_experts": 3}, {"expert_model_parallel_size": 2}, "next one is 4"),
         ("E", {"moe_router_topk": 9}, {}, "moe_router_topk 9 is more than"),

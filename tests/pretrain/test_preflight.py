@@ -130,7 +130,7 @@ def test_every_problem_at_once_with_its_remedy(run_file):
     for piece in (
         "30 layers, which 4 pipeline stages do not divide",
         "*-*-*-*-|*-*-*-*-|*-*-*-*|-*-*-*-; 28 or 32 layers",
-        "use 990 or 1008",
+        "the next one is 1008, the one before 990",
         "num_attention_heads (32) must be a multiple of the 3 processes",
         "the next one is 33, the one before 30",
         "the nearest such size is 2",
@@ -183,6 +183,30 @@ def test_one_number_of_processes_is_named_for_dense_layers_and_experts(run_file)
             "use at most 4 stages, or 8 layers",
         ),
         ({"train": {"micro_batch_size": 16, "global_batch_size": 64}}, 8, "a rank needs"),
+        *[
+            (
+                {
+                    "model": {
+                        "pattern": "*-*-",
+                        "megatron": {"microbatch_group_size_per_vp_stage": size},
+                    },
+                    "train": {"global_batch_size": 16, "micro_batch_size": 2},
+                    "parallel": {
+                        "pipeline_model_parallel_size": 2,
+                        "virtual_pipeline_model_parallel_size": virtual,
+                    },
+                },
+                4,
+                said,
+            )
+            for size, virtual, said in (
+                (1, 2, "stage 1 must lie between pipeline_model_parallel_size=2 and the 8"),
+                (3, 2, None),
+                (7, 2, "per_vp_stage 7 must lie between"),
+                (9, 2, "set it to 2, or remove it"),
+                (2, None, "needs parallel.virtual_pipeline_model_parallel_size of 2 or more"),
+            )
+        ],
     ],
 )
 def test_problems(run_file, sections, world, said):
@@ -219,6 +243,29 @@ def test_data_and_checkpoints_are_looked_at(tmp_path):
     assert preflight(path, ["model.vocab_size=128"], H200).problems == []
     open_vocab = preflight(path, ["model.vocab_size=null"], H200)
     assert open_vocab.shape.vocab_size == 128
+
+
+def test_what_a_start_would_do_about_checkpoints_is_said(run_file, tmp_path):
+    """A folder without checkpoints does not hide `load`, and a missing one is not passed over."""
+    path, own = run_file(), [f"run.dir={tmp_path}", "run.name=own"]
+    lost = [*own, f"checkpoint.load={tmp_path}/lost"]
+    said = f"checkpoint.load is not checked: no whole checkpoint is in {tmp_path}/lost"
+    (tmp_path / "own" / "checkpoints").mkdir(parents=True)
+    assert said in preflight(path, lost, H200, 1).notes
+    (tmp_path / "own" / "checkpoints").rmdir()
+    assert said in preflight(path, lost, H200, 1).notes
+    must = preflight(path, [*own, "checkpoint.resume=must"], H200, 1)
+    assert any("resume=must: no whole checkpoint" in note for note in must.notes)
+    (tmp_path / "own" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    never = preflight(path, [*own, "checkpoint.resume=never"], H200, 1)
+    assert any("already holds checkpoints" in text for text in never.problems)
+
+
+def test_nothing_is_said_of_a_default_that_stands_in(run_file):
+    found = preflight(run_file(), ["train.global_batch_size=0"], H200, 64)
+    assert [text for text in found.problems if "global_batch_size" in text] == [
+        "train.global_batch_size must be greater than or equal to 1; got 0"
+    ]
 
 
 def test_a_document_in_one_scale_with_others_is_noted(run_file):
