@@ -3,17 +3,17 @@
 
 Matrix products at the rate of their formats, attention and Mamba's scan at theirs, quantization and
 elementwise work by the bytes that they read and write. Communication is counted by its bytes at an
-assumed bandwidth. `tests/models/test_throughput.py` holds it to the steps that were measured.
+assumed bandwidth. `tests/tools/test_forecast.py` holds it to the steps that were measured.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fused_ops.operands import shares_codes
 from fused_ops.recipe import GemmRecipe, is_quantized
 from models.flops import ModelShape, fixed_parts, peak_tflops
 from models.memory import is_expert
+from models.parallel_config import ParallelConfig
 from models.pattern import parse_pattern
 from models.precision_config import GEMMS
 
@@ -247,23 +247,35 @@ class StepTime:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """What a step's time depends on beside its model, its precision and its device."""
+
+    tokens: int
+    """Of a step, over all ranks."""
+    world: int
+    """Ranks."""
+    parallel: ParallelConfig
+    micro_batches: int
+    """That each data-parallel rank takes in a step."""
+    gradient_bytes: float
+    """Of a rank."""
+    weight_bytes: float
+    """Of a rank."""
+    gathered: float = 1.0
+    """Share of BF16's bytes that sequence-parallel gathers move."""
+    graph: bool = False
+    """Whether forward and backward of a step are one CUDA graph."""
+
+
 def step_time(
     shape: ModelShape,
     recipes: Mapping[str, GemmRecipe],
     each: TokenTime,
     device: Device,
-    sizes: Any,
+    sizes: StepSizes,
 ) -> StepTime:
-    """Of one optimizer step.
-
-    Args:
-        shape, recipes: as in `token_time`.
-        each: of a token.
-        device: of every rank.
-        sizes: with tokens (of a step), world, parallel, micro_batches (of a data-parallel rank),
-            gradient_bytes and weight_bytes (of a rank), gathered (the share of BF16's bytes
-            that sequence-parallel gathers move), and graph (whether the step is one CUDA graph).
-    """
+    """Of one optimizer step; `shape` and `recipes` as in `token_time`, whose result is `each`."""
     parallel, world = sizes.parallel, sizes.world
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     work = {name: seconds * sizes.tokens / world for name, seconds in each.parts.items()}
@@ -277,6 +289,20 @@ def step_time(
     parts["quantization"] += quantized / (tp * pp)
     parallel_weights = world if parallel.use_distributed_optimizer else tp * pp
     parts["optimizer"] = updated / parallel_weights
+    parts |= _communication(shape, device, sizes, busy)
+    return StepTime(parts={name: value for name, value in parts.items() if value})
+
+
+def _communication(
+    shape: ModelShape, device: Device, sizes: StepSizes, busy: float
+) -> dict[str, float]:
+    """Seconds of a step by kind of parallelism, not overlapped except where the run says so.
+
+    `busy`: seconds in which a rank computes. Activations and gradients of them have 2 bytes.
+    """
+    parallel, world = sizes.parallel, sizes.world
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    parts = {}
     if tp > 1:
         layers = len(shape.modules()) / 2  # a gather or a reduction beside each linear layer
         # Two gathers, which may move codes, and two reductions.
@@ -299,4 +325,4 @@ def step_time(
         if parallel.overlap_grad_reduce:
             seconds = max(0.0, seconds - busy / 2)  # behind the backward pass of the last one
         parts["data-parallel communication"] = seconds
-    return StepTime(parts={name: value for name, value in parts.items() if value})
+    return parts

@@ -25,7 +25,7 @@ from models.memory import (
 from models.pattern import parse_pattern, staged_pattern
 from models.precision_plan import PrecisionPlan
 from models.saved import Layout, saved_bytes
-from models.throughput import Device, StepTime, TokenTime, step_time, token_time
+from models.throughput import Device, StepSizes, StepTime, TokenTime, step_time, token_time
 from pretrain.checkpoint.compare import compare, override_config, rows_problem
 from pretrain.checkpoint.config import Found, find_latest
 from pretrain.checkpoint.io import CheckpointError, load_json
@@ -91,22 +91,6 @@ class Preflight:
         """Of the whole run."""
         assert self.config is not None
         return self.config.train.total_samples * self.config.model.seq_length
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSizes:
-    """What a step's time depends on; see `models.throughput.step_time`."""
-
-    tokens: int
-    world: int
-    parallel: ParallelConfig
-    micro_batches: int
-    gradient_bytes: float
-    weight_bytes: float
-    gathered: float = 1.0
-    """Share of BF16's bytes that sequence-parallel gathers move."""
-    graph: bool = False
-    """Whether forward and backward of a step are one CUDA graph."""
 
 
 def preflight(
