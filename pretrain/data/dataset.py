@@ -260,17 +260,14 @@ def open_dataset(
         # A change where nothing was read since the last one replaces it.
         kept = [segment for segment in segments if segment.first_sample < consumed]
         segments = [*kept, now.model_copy(update={"first_sample": consumed if kept else 0})]
-    elif changed:
-        segments = [*segments[:-1], now.model_copy(update=_start_of(segments[-1]))]
+    elif changed:  # another fingerprint, which `check_state` refuses
+        start = {"first_sample": segments[-1].first_sample}
+        segments = [*segments[:-1], now.model_copy(update=start)]
     shards = _all([partial(open_shards, s.path, m, remote) for s, m in zip(sources, manifests)])
     dataset = Dataset(shards, segments)
     if changed and config.on_change == "continue" and len(segments) > 1:
         dataset.changes = notes(segments)
     return dataset
-
-
-def _start_of(segment: Segment) -> dict[str, int]:
-    return {"first_sample": segment.first_sample}
 
 
 def open_earlier(config: DataConfig, segments: list[Segment], sample: int) -> Dataset:
