@@ -20,7 +20,8 @@ import argparse
 import fcntl
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,10 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    from pretrain.study.budget import costs, measure, render, trial_rows
-    from pretrain.study.collect import Tables, collect
-    from pretrain.study.place import Places, run_all
-    from pretrain.study.plan import is_finished, load_study, select, start_problems_of
+    from pretrain.study.place import Places
+    from pretrain.study.plan import load_study, select, start_problems_of
 
     folder = options.runs or Path("runs") / options.directory.resolve().name
     study = load_study(options.directory, folder.resolve(), options.overrides)
@@ -89,6 +88,16 @@ def _study(options: argparse.Namespace) -> int:
     problems += problems_of(read_all(study.runs))
     if problems := problems or folder_problems("--runs", folder):
         raise ConfigError(problems)
+    with _alone_in(folder):
+        if options.budget:
+            _budget(study, folder, places, options)
+            return 0
+        return _run(study, folder, places, options)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """ConfigError where another study works in the folder of runs."""
     with (folder / "study.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,24 +106,35 @@ def _study(options: argparse.Namespace) -> int:
                 f"one study at a time may work in {folder}; another one does; wait for it, or "
                 "name another --runs"
             ) from None
-        if options.budget:
-            rows = [name for name in options.budget_rows.split(",") if name] or trial_rows(study)
-            rates = measure(
-                study, rows, places, folder, steps=options.budget_steps, minutes=options.minutes
-            )
-            print(render(costs(study, rates), places, options.hours))
-            return 0
+        yield
 
-        tables = Tables(study, folder)
-        outcome = run_all(
-            study.runs,
-            places,
-            folder,
-            minutes=options.minutes,
-            grace_seconds=options.grace,
-            after=lambda run: tables.refresh(),
-        )
-        tables.close()
+
+def _budget(study: "Study", folder: Path, places: "Places", options: argparse.Namespace) -> None:
+    """Measures rates, and prints what the rest of the study costs."""
+    from pretrain.study.budget import costs, measure, render, trial_rows
+
+    rows = [name for name in options.budget_rows.split(",") if name] or trial_rows(study)
+    steps, minutes = options.budget_steps, options.minutes
+    rates = measure(study, rows, places, folder, steps=steps, minutes=minutes)
+    print(render(costs(study, rates), places, options.hours))
+
+
+def _run(study: "Study", folder: Path, places: "Places", options: argparse.Namespace) -> int:
+    """Runs what is left and prints the tables; returns the exit status."""
+    from pretrain.study.collect import Tables, collect
+    from pretrain.study.place import run_all
+    from pretrain.study.plan import is_finished
+
+    tables = Tables(study, folder)
+    outcome = run_all(
+        study.runs,
+        places,
+        folder,
+        minutes=options.minutes,
+        grace_seconds=options.grace,
+        after=lambda run: tables.refresh(),
+    )
+    tables.close()
     for text in collect(study, folder).values():
         print(f"\n{text}")
     for note in study.notes:
