@@ -185,7 +185,7 @@ def input_operands(recipe: GemmRecipe, backward: bool) -> tuple[str, ...]:
 def _part(call: LinearCall, names: tuple[str, ...]) -> Part | None:
     """This rank's part of X or dY, if its codes are to move.
 
-    Whoever looks at operands, or wants to know at once that they are finite, is shown whole ones.
+    An observer, and a call with `check_finite`, are shown whole operands.
     """
     if not names or call.observer is not None or call.check_finite:
         return None

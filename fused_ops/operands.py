@@ -200,7 +200,7 @@ def quantize_both(
 def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) -> str:
     """The form of the operands of a GEMM that are multiplied and not kept.
 
-    Codes where someone wants to see them, or where no tensor cores are.
+    Codes where an observer is set, or where there are no tensor cores.
     """
     chosen = call.implementation is not None or call.row_block is not None
     if call.observer is not None or chosen or not x.is_cuda:
@@ -309,7 +309,7 @@ def _delayed_amax(call: LinearCall, name: str, x: Tensor) -> Tensor:
 def check_finite(call: LinearCall, name: str, source: Source) -> None:
     """Raises the device flag, or FloatingPointError if the call wants it at once.
 
-    A matrix that becomes several operands is looked at once.
+    A matrix that becomes several operands is checked only the first time.
     """
     if source.is_checked or (call.nonfinite is None and not call.check_finite):
         return

@@ -96,10 +96,10 @@ class PrecisionConfig:
     phases: PhasePlans = field(default_factory=PhasePlans)
     """Plans of single phases."""
     communicate: Literal["bf16", "packed"] = "bf16"
-    """What sequence-parallel gathers of linear layers, and the way of tokens to experts, move: the
-    tensors, or the codes and block scales of operands, with the same results bit for bit. Where an
-    operand has no codes, a rank's tokens are no multiple of its blocks, or an expert's recipe needs
-    more than pow2 codes of X, tensors move, and the run says so at its start."""
+    """What sequence-parallel gathers of linear layers, and the transfer of tokens to experts, move:
+    the tensors, or the codes and block scales of operands, with the same results bit for bit. Where
+    an operand has no codes, a rank's tokens are no multiple of its blocks, or an expert's recipe
+    needs more than pow2 codes of X, tensors move, and the run says so at its start."""
     allow_reference: bool = True
     """Whether quantized GEMMs may run in the PyTorch reference where the machine has no kernels
     for them. With false such a run is refused."""

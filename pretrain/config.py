@@ -72,12 +72,12 @@ def save_config(config: PretrainConfig, path: Path | str) -> None:
 
 
 def world_size() -> int:
-    """Processes of this run, as torchrun tells them."""
+    """Processes of this run, as torchrun says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def section_problems(config: PretrainConfig) -> list[str]:
-    """What no section can see alone; the same on every machine."""
+    """Problems between sections; the same on every machine."""
     found, train = [], config.train
     if Path(config.run.name).name != config.run.name or config.run.name in ("", ".", ".."):
         found.append(
@@ -138,7 +138,7 @@ def precision_plan(config: PretrainConfig, vocab_size: int | None = None) -> Pre
 
 
 def _recipe_problems(config: PretrainConfig) -> list[str]:
-    """What is wrong with the precision section whatever the model is."""
+    """What is wrong with the precision section, whatever the model."""
     precision = config.precision
     book = RecipeBook(precision)
     found = list(book.problems)
@@ -168,7 +168,7 @@ def _recipe_names(config: PretrainConfig) -> set[str]:
 
 
 def start_problems(config: PretrainConfig, world: int) -> list[str]:
-    """What this start of the run lacks, with `world` processes."""
+    """What keeps the run from starting on this machine with `world` processes."""
     return [
         *layout_start_problems(config, world),
         *_machine_problems(config),
@@ -177,7 +177,7 @@ def start_problems(config: PretrainConfig, world: int) -> list[str]:
 
 
 def layout_start_problems(config: PretrainConfig, world: int) -> list[str]:
-    """Of these, what `world` processes on any machines lack."""
+    """Of the problems of a start, those that `world` processes have on any machines."""
     if problems := size_problems(config.parallel):
         return problems
     return [*_batch_problems(config, world), *_expert_problems(config, world)]
@@ -229,7 +229,7 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
 
 
 def _micro_batch_problems(config: PretrainConfig) -> list[str]:
-    """What is wrong with batch sizes whatever the number of data-parallel ranks is."""
+    """What is wrong with batch sizes, whatever the number of data-parallel ranks."""
     size = config.train.micro_batch_size
     return [
         f"train.global_batch_size must be a multiple of train.micro_batch_size={size}; got {batch};"

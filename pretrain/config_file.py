@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
     """Core-schema scalars, and no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """The mapping of a node; a key that appears twice is an error, not the last one's win."""
+        """The mapping of a node; a key that appears twice is an error, not an override."""
         seen: dict[Any, yaml.Mark] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -257,7 +257,7 @@ def _unprintable(value: Any, where: str) -> list[str]:
 
 
 def _explain(kind: Any, detail: ErrorDetails) -> list[str]:
-    """One of pydantic's errors in the house's form: key, rule, value, remedy."""
+    """One of pydantic's errors in this project's form: key, rule, value, remedy."""
     steps = [str(s) for s in _path(detail["loc"])]
     name, rule = ".".join(steps), detail["msg"]
     given = MASK if steps and is_secret_name(steps[-1]) else detail["input"]

@@ -33,7 +33,7 @@ class RunConfig:
     name: str = "run"
     """Its folder is DIR/NAME."""
     dir: str = "runs"
-    """Where runs lie."""
+    """Where the folders of runs are."""
     seed: int = Field(default=1234, ge=0, lt=2**31)
     """Weights, data order and dither follow from it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -84,12 +84,12 @@ class TrainConfig:
     """Refuse operations on the GPU that could give other bits in a second run; slower."""
     cuda_graph_impl: Literal["none", "full_iteration"] = "none"
     """full_iteration: on a GPU, record forward and backward of a step once and replay them; the
-    same bits, and faster where the host is the limit, for the memory of a whole step more."""
+    same bits, and faster where the host is the bottleneck, at the cost of a whole step's memory."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, in FP32, and save it with
     every checkpoint (`tools.convert export --weights ema`); 0 keeps none."""
     max_skipped: int = Field(default=100, ge=1)
-    """Steps skipped one after another at which the run gives up."""
+    """Steps skipped in a row after which the run gives up."""
     bad_steps: BadStepConfig = field(default_factory=BadStepConfig)
     """What is done about losses and gradients that are not finite, and about loss spikes."""
     threads: int = Field(default=0, ge=0)

@@ -79,7 +79,7 @@ def quantize(
     """Quantize one operand of a GEMM, as `spec` says.
 
     Args:
-        x: [rows, cols] fp32, bf16 or fp16. Not finite values are not looked for: see
+        x: [rows, cols] fp32, bf16 or fp16. Nothing looks for Inf and NaN here: see
             `nonfinite_flag`. They decode to NaN or Inf, never to a plausible number, except in
             FP8, whose casts saturate Inf.
         columns: False: blocks and contraction run along cols. True: quantizes x.T, result
@@ -106,8 +106,8 @@ def quantize_rows_apart(
 ) -> QuantizedTensor:
     """A pow2 operand with a shift for each row: `amax` of the result is fp32 [rows].
 
-    The one shift of a matrix decides how blocks below its range are rounded, and so does what else
-    is in the batch. Arguments are quantize's; nothing is random, since dither depends on the row.
+    With one shift for the matrix, what else is in the batch decides how blocks below its range are
+    rounded. Arguments are quantize's; nothing is random, since dither depends on the row.
     """
     assert spec.is_pow2, f"{spec.label} has no shift"
     assert not spec.is_random, f"{spec.label} draws"

@@ -19,8 +19,8 @@ class CheckpointConfig:
     interval: int = Limit(default=500, ge=0)
     """Steps between checkpoints; 0 writes only at the end of the run."""
     at_end: bool = True
-    """Write one when the last step is taken. false leaves that out, for runs whose figures alone
-    are wanted; a run that is stopped before its end always writes one."""
+    """Write one after the last step. false leaves it out, for runs of which only the figures are
+    wanted; a run that is stopped before its end always writes one."""
     keep_last: int = Limit(default=3, ge=0)
     """How many of the newest to keep; 0 keeps all."""
     keep_every: int = Limit(default=0, ge=0)

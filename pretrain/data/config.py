@@ -28,7 +28,7 @@ class CacheConfig:
     """Folder of the cache, on a disk of the node; None takes one in the temporary folder."""
 
     size_gib: float = Field(default=16.0, gt=0)
-    """Most that the cache takes; what was used longest ago is deleted first."""
+    """The most that the cache takes; what was least recently used is deleted first."""
 
     block_kib: int = Field(default=1024, ge=64, multiple_of=64)
     """What is fetched at once."""
@@ -66,8 +66,8 @@ class DataConfig:
 
     on_change: Literal["refuse", "continue"] = "refuse"
     """What a resumed run does when sources, weights or model.seq_length are not the checkpoint's.
-    continue: each source goes on after what was read of it, and the start says what will be seen
-    twice or never."""
+    continue: each source goes on after what was read of it, and a message at the start says what
+    will be seen twice or never."""
 
     isolate_documents: bool = False
     """Attention, Mamba state, its convolution and multi-token prediction do not cross a document
