@@ -42,6 +42,7 @@ from pretrain.config import (
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.data.manifest import load_manifest
 from pretrain.data.remote import is_url
+from pretrain.layout_notes import layout_notes
 
 GIB = 2.0**30
 # What a process takes beside torch's own allocations: context, libraries, NCCL. Assumed.
@@ -252,7 +253,7 @@ def _estimate(result: Preflight, vocab: int | None) -> None:
     shape = plan.shape
     result.shape, result.parameters = shape, count_parameters(shape)
     result.flops = sum(flops_per_token(shape).values())
-    result.notes += plan.notes() + _isolation_notes(config, plan) + _capacity_notes(config)
+    result.notes += plan.notes() + _isolation_notes(config, plan) + layout_notes(config, world)
     moved, how = plan_gathers(plan, train.micro_batch_size), config.precision.communicate
     result.notes += communication_lines(plan, train.micro_batch_size)
     recipes = plan.recipes()
@@ -328,17 +329,6 @@ def _isolation_notes(config: PretrainConfig, plan: PrecisionPlan) -> list[str]:
         "tokens, so a document's codes depend on its neighbours (attention, Mamba states and the "
         "convolution do not); bf16, mxfp8, row-scaled NVFP4, and nvfp4_pow2 while no block lies "
         "2^14 below the largest of its tensor, keep them apart bitwise"
-    ]
-
-
-def _capacity_notes(config: PretrainConfig) -> list[str]:
-    factor, parallel = config.model.megatron.get("moe_expert_capacity_factor"), config.parallel
-    if factor is None or not (parallel.sequence_parallel or parallel.context_parallel_size > 1):
-        return []
-    return [
-        f"model.megatron.moe_expert_capacity_factor={factor}: each rank drops what exceeds the "
-        "capacity of its own tokens, so which are dropped depends on this layout; without a "
-        "capacity nothing is dropped in any"
     ]
 
 

@@ -37,6 +37,7 @@ from pretrain.environment import (
 from pretrain.evaluate import evaluate_sets, gathered_parameters
 from pretrain.heartbeat import Heartbeat, digest
 from pretrain.initialize import World, initialize
+from pretrain.layout_notes import layout_notes
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
 from pretrain.numerics_monitor import NumericsMonitor
@@ -352,8 +353,10 @@ class Trainer:
                 share = f"{units / RESOLUTION:.6f} ({units}/{RESOLUTION})"
                 log.info("blend: %s of the samples from %s", share, shards.directory)
 
-    def _tell_gathers(self) -> None:
-        """What moves as codes, and what does not."""
+    def _tell_layout(self) -> None:
+        """What moves as codes, and what does not; and what this layout changes."""
+        for note in layout_notes(self.config, self.world.size):
+            log.warning("%s", note)
         if self.config.precision.communicate == "packed":
             size = self.config.train.micro_batch_size
             for line in communication_lines(self.engine.plan, size):
@@ -375,7 +378,7 @@ class Trainer:
             facts = {"seed": config.run.seed, "device": str(self.world.device)}
             write_environment(run_dir, {**facts, "data": self.contents})
             report_absences()
-            self._tell_gathers()
+            self._tell_layout()
         metrics = MetricsLogger(
             run_dir, config.log, encode(config), resumed_step=resumed_step, enabled=main
         )
