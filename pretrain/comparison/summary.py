@@ -92,31 +92,12 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
     ended = [diverged_at(runs[seed], base.runs[seed], diverged) for seed in shared]
     speed = _mean([run.tokens_per_s for run in runs.values()])
     base_speed = _mean([run.tokens_per_s for run in base.runs.values()])
-    notes = [f"differs from the base in {text}" for text in differences(row, base)]
-    cards = {run.card for run in [*runs.values(), *base.runs.values()]}
-    if len(cards) > 1:
-        notes.append(f"speeds are of different machines: {', '.join(sorted(cards))}")
-    if len({run.data for run in [*runs.values(), *base.runs.values()] if run.data}) > 1:
-        notes.append(
-            "not all runs, the base's among them, have read the same tokens (data in "
-            "environment.json): their losses are of different data"
-        )
-    missing = sorted(runs.keys() - base.runs.keys())
-    if missing:
-        notes.append(f"no run of the base has seed {', '.join(map(str, missing))}")
-    broken = broken_seeds(row)
-    if broken:
-        notes.append(
-            f"no finite loss at the end of seed {', '.join(map(str, broken))}: means are of the "
-            "others"
-        )
-    notes += _of_other_sets(row, base)
     return Line(
         label=row.label,
         is_base=row is base,
         seeds=tuple(sorted(runs)),
         unfinished=tuple(sorted(seed for seed, run in runs.items() if not run.finished)),
-        broken=tuple(broken),
+        broken=tuple(broken_seeds(row)),
         base_broken=tuple(sorted(set(broken_seeds(base)) & set(shared))),
         paired=bool(shared),
         val_loss=interval(ends),
@@ -128,8 +109,32 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
         four_bit_share=next(iter(runs.values())).four_bit_share,
         first_difference=min((step for step in first if step is not None), default=None),
         diverged=min((step for step in ended if step is not None), default=None),
-        notes=notes,
+        notes=[*_notes(row, base), *_of_other_sets(row, base)],
     )
+
+
+def _notes(row: Row, base: Row) -> list[str]:
+    """What keeps a row from being compared fairly with the base, in sentences."""
+    both = [*row.runs.values(), *base.runs.values()]
+    notes = [f"differs from the base in {text}" for text in differences(row, base)]
+    cards = {run.card for run in both}
+    if len(cards) > 1:
+        notes.append(f"speeds are of different machines: {', '.join(sorted(cards))}")
+    if len({run.data for run in both if run.data}) > 1:
+        notes.append(
+            "not all runs, the base's among them, have read the same tokens (data in "
+            "environment.json): their losses are of different data"
+        )
+    missing = sorted(row.runs.keys() - base.runs.keys())
+    if missing:
+        notes.append(f"no run of the base has seed {', '.join(map(str, missing))}")
+    broken = broken_seeds(row)
+    if broken:
+        notes.append(
+            f"no finite loss at the end of seed {', '.join(map(str, broken))}: means are of the "
+            "others"
+        )
+    return notes
 
 
 def _of_other_sets(row: Row, base: Row) -> list[str]:
