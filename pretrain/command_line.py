@@ -77,7 +77,7 @@ def folder_problems(option: str, path: Path | None) -> list[str]:
 
 
 def _tried(rule: str, path: Path | None, attempt: Callable[[Path], None]) -> list[str]:
-    """The problem with a path for which `attempt` fails; no path is none."""
+    """The problem with a path for which `attempt` fails; none where there is no path."""
     if path is None:
         return []
     try:

@@ -77,7 +77,7 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
         command = [sys.executable, "-m", "tools.quickstart_text", "--output", str(text)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     elif not text.is_file():
-        raise ConfigError(f"--text must be a file of tools.quickstart_text; {text} is none")
+        raise ConfigError(f"--text must be a file of tools.quickstart_text; {text} is not one")
     config = write_config(folder, text, options.pattern, options.steps)
     if options.only_cpu:
         for recipe in recipes:

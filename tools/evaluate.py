@@ -62,7 +62,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
         ),
         (
             options.include is None or options.include.is_dir(),
-            f"--include must be a folder; {options.include} is none",
+            f"--include must be a folder; {options.include} is not one",
         ),
     )
     found = [text for holds, text in rules if not holds]

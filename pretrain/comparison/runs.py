@@ -107,7 +107,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The run folders in each folder: itself, or those right below it, in order of names.
 
     Raises:
-        ConfigError: a folder that is none and holds none.
+        ConfigError: a folder that is not a run's and holds no such folder.
     """
     found, problems = [], []
     for folder in map(Path, folders):

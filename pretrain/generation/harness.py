@@ -128,7 +128,7 @@ def run_tasks(
     if unknown:
         raise ConfigError(
             f"--tasks must be tasks of lm-evaluation-harness, or YAML files of some; "
-            f"{', '.join(unknown)} is none; `lm_eval ls tasks` lists them, --include adds a folder"
+            f"{', '.join(unknown)} is not; `lm_eval ls tasks` lists them, --include adds a folder"
         )
     results = lm_eval.simple_evaluate(
         model,
