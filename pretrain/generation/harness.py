@@ -122,7 +122,21 @@ def run_tasks(
     names = [str(Path(name).resolve()) if name.endswith((".yaml", ".yml")) else name
              for name in tasks]  # fmt: skip
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    manager = TaskManager(include_path=None if include is None else str(include))
+
+    class Tasks(TaskManager):
+        """Whatever of a task file or its data cannot be read is said in words."""
+
+        def load(self, *arguments: Any, **settings: Any) -> Any:
+            try:
+                return super().load(*arguments, **settings)
+            except Exception as error:
+                reason = " ".join(str(error.__cause__ or error).split()) or "its data is empty"
+                raise ConfigError(
+                    f"--tasks {', '.join(tasks)}: a task, or its data, cannot be read "
+                    f"({type(error).__name__}: {reason}); mend its file"
+                ) from error
+
+    manager = Tasks(include_path=None if include is None else str(include))
     unknown = [n for n in names if n not in files and not manager.match_tasks([n])]
     unknown += [name for name in files if not Path(name).is_file()]
     if unknown:

@@ -236,3 +236,10 @@ def test_the_harness_runs_tasks_of_local_files(trained, tmp_path, capsys, monkey
     shut_down()
     assert main([str(trained), "--tasks", "no_such_task,none.yaml"]) == 2
     assert "no_such_task" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "torn.yaml").write_text("task: [")
+    for name, said in (("toy_choice", "its data is empty"), ("torn", "ParserError: while parsing")):
+        assert main([str(trained), "--tasks", str(tmp_path / f"{name}.yaml")]) == 2
+        assert f"a task, or its data, cannot be read ({said}" in capsys.readouterr().err.replace(
+            "StopIteration: ", ""
+        )
