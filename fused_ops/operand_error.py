@@ -9,7 +9,7 @@ Sums are fp64 vectors that may be added over micro-batches and ranks; `operand_f
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -145,18 +145,62 @@ def _part(
     return replace(whole, codes=codes, scales=scales, amax=amax, shape=(shape[0], width))
 
 
-def operand_sums(sample: Sample) -> Tensor:
-    """OPERAND_SUMS of a quantized sample, fp64; "above" and "below" are left at zero."""
+@dataclass(frozen=True)
+class OperandErrors:
+    """What the sums of a quantized sample are taken of. Those of one key are summed together.
+
+    exact, decoded: [rows, cols]. scales: of the blocks, or of the tensor. factor: outside of them,
+    a scalar or [rows, 1].
+    """
+
+    spec: OperandSpec
+    exact: Tensor
+    decoded: Tensor
+    scales: Tensor
+    factor: Tensor
+
+    @property
+    def key(self) -> Hashable:
+        """Equal where `sums_together` takes them in one call."""
+        shapes = self.exact.shape, self.scales.shape, self.factor.shape
+        return self.spec.element, self.spec.block, self.exact.dtype, *shapes
+
+    def outlives(self, tensor: Tensor) -> bool:
+        """Whether it has no part of the tensor that the sample is of, which may change."""
+        return self.exact.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def operand_errors(sample: Sample) -> OperandErrors:
+    """Of a quantized sample."""
     part = sample.operand
     assert isinstance(part, QuantizedTensor), "sums are of quantized operands"
-    x, q = sample.exact.float(), sample.decoded
-    scale, maxima = _scales(part, x)
+    if part.spec.block is None:
+        factor = part.tensor_scale.reshape(1, 1).clone()
+        return OperandErrors(part.spec, sample.exact, sample.decoded, factor, factor)
+    # What may be the operand's own tensor is copied: it may hold something else later.
+    factor = part.tensor_scale if part.spec.format == "nvfp4" else part.tensor_scale.clone()
+    scales = part.scales.clone() if part.scales.dtype == torch.float32 else part.block_scales()
+    return OperandErrors(part.spec, sample.exact, sample.decoded, scales, factor)
+
+
+def operand_sums(sample: Sample) -> Tensor:
+    """OPERAND_SUMS of a quantized sample, fp64; "above" and "below" are left at zero."""
+    return sums_together([operand_errors(sample)])[0]
+
+
+def sums_together(found: Sequence[OperandErrors]) -> Tensor:
+    """[n, OPERAND_SUMS] of operands that have one key. Few launches: these sums are taken of every
+    operand of every layer, and what they are of is small."""
+    spec = found[0].spec
+    x = torch.stack([each.exact for each in found]).float()
+    q = torch.stack([each.decoded for each in found])
+    scale, maxima = _scales(spec, found, x)
     live = scale > 0
     size, nonzero = x.abs(), x != 0
-    element = str(part.spec.element)
+    element = str(spec.element)
     small = (size < 0.5 * _SMALLEST[element] * scale) & live
     cross, square = x * q, x.square()
-    peaks, peak_x, peak_q = _peaks(part.spec, x, q)
+    peaks, peak_x, peak_q = _peaks(spec, x, q)
     values = {
         "nonzero": nonzero,
         "flushed": nonzero & (q == 0),
@@ -173,37 +217,38 @@ def operand_sums(sample: Sample) -> Tensor:
         "blocks": peaks > 0,
         "underflow": (peaks > 0) & (maxima == 0),
     }
-    # Few launches: these sums are taken of every operand of every layer.
     sums = [
-        torch.stack([found[name] for name in names]).sum((1, 2), dtype=torch.float64)
-        for names, found in ((_VALUE_SUMS, values), (_BLOCK_SUMS, blocks))
+        torch.stack([terms[name] for name in names], 1).sum((2, 3), dtype=torch.float64)
+        for names, terms in ((_VALUE_SUMS, values), (_BLOCK_SUMS, blocks))
     ]
-    whole = torch.nn.functional.pad(torch.cat(sums), (1, 0), value=float(x.numel()))
+    whole = torch.nn.functional.pad(torch.cat(sums, 1), (1, 0), value=float(x[0].numel()))
     return torch.nn.functional.pad(whole, (0, len(RANGE_SUMS)))
 
 
-def _scales(part: QuantizedTensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor between element and value: of each value [rows, cols], and of each block."""
-    if part.spec.block is None:
-        factor = part.tensor_scale
-        return factor.expand(x.shape), factor.reshape(1, 1)
-    blocks = part.block_scales()
-    tall, wide = part.spec.block
-    full = blocks.repeat_interleave(wide, 1)[:, : x.shape[1]]
+def _scales(spec: OperandSpec, found: Sequence[OperandErrors], x: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor between element and value: of each value [n, rows, cols], and of each block."""
+    scales = torch.stack([each.scales for each in found])
+    if spec.block is None:
+        return scales.expand(x.shape), scales
+    factors = torch.stack([each.factor for each in found]).view(len(found), -1, 1)
+    tall, wide = spec.block
+    full = scales.repeat_interleave(wide, 2)[..., : x.shape[2]]
     if tall > 1:
-        full = full.repeat_interleave(tall, 0)
-    return full[: x.shape[0]] * part.tensor_scale, blocks
+        full = full.repeat_interleave(tall, 1)
+    return full[:, : x.shape[1]] * factors, scales
 
 
 def _peaks(spec: OperandSpec, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each block's largest magnitude, the value that has it, and what that became."""
-    tall, wide = spec.block or x.shape
-    shape = tuple(-(-n // b) * b for n, b in zip(x.shape, (tall, wide)))
+    count, rows, cols = x.shape
+    tall, wide = spec.block or (rows, cols)
+    high, across = -(-rows // tall), -(-cols // wide)
 
     def blocked(y: Tensor) -> Tensor:
-        y = pad_to(y, *shape)
-        y = y.view(shape[0] // tall, tall, shape[1] // wide, wide)
-        return y.transpose(1, 2).reshape(shape[0] // tall, shape[1] // wide, tall * wide)
+        if (high * tall, across * wide) != (rows, cols):
+            y = torch.nn.functional.pad(y, (0, across * wide - cols, 0, high * tall - rows))
+        y = y.view(count, high, tall, across, wide)
+        return y.transpose(2, 3).reshape(count, high, across, tall * wide)
 
     x, q = blocked(x), blocked(q)
     peaks, where = x.abs().max(-1, keepdim=True)
@@ -232,10 +277,10 @@ def _multiplied(sample: Sample, decode: str) -> Tensor:
 
 
 def product_sums(exact: Tensor, product: Tensor) -> Tensor:
-    """PRODUCT_SUMS, fp64."""
+    """PRODUCT_SUMS of products [..., rows, cols], fp64 [..., PRODUCT_SUMS]."""
     terms = [exact * product, exact.square(), product.square(), product == 0, exact == 0]
-    sums = torch.stack(terms).sum((1, 2), dtype=torch.float64)
-    return torch.nn.functional.pad(sums, (1, 0), value=float(exact.numel()))
+    sums = torch.stack(terms, -3).sum((-2, -1), dtype=torch.float64)
+    return torch.nn.functional.pad(sums, (1, 0), value=float(exact.shape[-2:].numel()))
 
 
 def operand_figures(sums: Sequence[float]) -> dict[str, float]:

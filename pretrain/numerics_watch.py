@@ -7,7 +7,7 @@ once. One micro-batch a rank is looked at, the first.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from fused_ops.operand_error import (
     OPERAND_SUMS,
     PRODUCT_SUMS,
     RANGE_SUMS,
+    OperandErrors,
     Sample,
-    operand_sums,
+    operand_errors,
     product_sums,
     products,
+    sums_together,
     take_sample,
 )
 from fused_ops.recipe import is_quantized
@@ -36,6 +38,9 @@ from pretrain.engine import Engine
 
 _TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
 _RANGE = slice(-len(RANGE_SUMS), None)
+_TOGETHER, _SMALL = 8, 2**20
+"""Operands whose sums are taken in one call: a step has hundreds, and its time is that of launches
+where they are as small as this. At most so many of one key wait."""
 
 
 class NumericsWatch:
@@ -65,6 +70,8 @@ class NumericsWatch:
         self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
         self.micro_batch: int | None = None
         self._partial: list[tuple[int, int, list[dist.ProcessGroup], Tensor]] = []
+        self._waiting: dict[Hashable, list[tuple[tuple[int, int], OperandErrors]]] = {}
+        self._pairs: dict[Hashable, list[tuple[tuple[int, int], tuple[Tensor, Tensor]]]] = {}
 
     def wants(self, number: int) -> bool:
         """Whether this is the rank's first micro-batch of the step."""
@@ -102,20 +109,46 @@ class NumericsWatch:
             for (_, module), observer in zip(modules, before):
                 module.observer = observer
 
+    def add_operand(self, place: tuple[int, int], errors: OperandErrors, tensor: Tensor) -> None:
+        """The errors of a sample of `tensor`: summed later with others, where they may wait."""
+        if errors.exact.numel() > _SMALL or not errors.outlives(tensor):
+            self._sum_up([(place, errors)])
+            return
+        waiting = self._waiting.setdefault(errors.key, [])
+        waiting.append((place, errors))
+        if len(waiting) == _TOGETHER:
+            self._sum_up(self._waiting.pop(errors.key))
+
+    def _sum_up(self, found: Sequence[tuple[tuple[int, int], OperandErrors]]) -> None:
+        sums = sums_together([errors for _, errors in found])
+        for (place, _), own in zip(found, sums.unbind()):
+            self.operands[place].add_(own)
+
     def add_product(
         self, place: tuple[int, int], pair: tuple[Tensor, Tensor], groups: list[dist.ProcessGroup]
     ) -> None:
         """The exact product and the computed one; `groups` have other parts of their sum."""
         if groups:
             self._partial.append((*place, groups, torch.stack(pair)))
+        elif pair[0].numel() > _SMALL:
+            self.products[place].add_(product_sums(*pair))
         else:
-            self.products[place] += product_sums(*pair)
+            pairs = self._pairs.setdefault(pair[0].shape, [])
+            pairs.append((place, pair))
+            if len(pairs) == _TOGETHER:
+                self._sum_up_pairs(self._pairs.pop(pair[0].shape))
+
+    def _sum_up_pairs(self, found: Sequence[tuple[tuple[int, int], tuple[Tensor, Tensor]]]) -> None:
+        exact, computed = (torch.stack(each) for each in zip(*(pair for _, pair in found)))
+        for (place, _), own in zip(found, product_sums(exact, computed).unbind()):
+            self.products[place].add_(own)
 
     def _count_zeros(self, index: dict[str, int]) -> None:
         for name, module in watched_modules(self.engine):
             for part in gradient_parts(self.engine, module.weight):
-                found = [(part == 0).sum(dtype=torch.float64), part.new_full((), part.numel())]
-                self.gradients[index[name]] += torch.stack([found[0], found[1].double()])
+                zeros, values = self.gradients[index[name]].unbind()
+                zeros.add_((part == 0).sum(dtype=torch.float64))
+                values.add_(part.numel())
 
     def _finish_partial(self) -> None:
         """Adds up the products whose contraction is cut: one all-reduce a group."""
@@ -135,6 +168,11 @@ class NumericsWatch:
     def reduced(self) -> dict[str, list[Any]]:
         """All sums over all ranks, as nested lists of numbers. Collective; waits for the device."""
         self._finish_partial()
+        for waiting in self._waiting.values():
+            self._sum_up(waiting)
+        for pairs in self._pairs.values():
+            self._sum_up_pairs(pairs)
+        self._waiting, self._pairs = {}, {}
         tables = {
             name: getattr(self, name) for name in ("operands", "products", "gradients", "routers")
         }
@@ -169,7 +207,7 @@ class _LayerWatch:
         name = f"{gemm}.{operand}"
         place = (self.index, OPERANDS.index(name))
         amax = torch.linalg.vector_norm(tensor.detach(), math.inf).double()
-        watch.amax[place] = torch.maximum(watch.amax[place], amax)
+        watch.amax[place].clamp_(min=amax)
         if not any(map(is_quantized, call.recipe.specs(gemm))):
             return
         assert isinstance(quantized, QuantizedTensor | Tensor), "an observed operand is not decoded"
@@ -182,12 +220,13 @@ class _LayerWatch:
             limits=watch.limits,
         )
         if isinstance(quantized, QuantizedTensor):
-            watch.operands[place] += operand_sums(sample)
+            watch.add_operand(place, operand_errors(sample), tensor)
             if quantized.out_of_range is not None:
-                watch.operands[(*place, _RANGE)] += _range_counts(quantized)
+                watch.operands[(*place, _RANGE)].add_(_range_counts(quantized))
         other = self._waiting.pop((gemm, expert), None)
         if other is None or other[0] == operand:
-            sample.forget()  # that of wgrad waits for the backward pass
+            if gemm == "wgrad":
+                sample.forget()  # it waits for the backward pass
             self._waiting[gemm, expert] = operand, sample
             return
         left_first = operand in ("w", "x")

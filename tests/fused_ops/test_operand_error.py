@@ -9,12 +9,14 @@ import torch
 
 from fused_ops.formats import OperandSpec
 from fused_ops.operand_error import (
+    operand_errors,
     operand_figures,
     operand_sums,
     product_figures,
     product_sums,
     products,
     spread,
+    sums_together,
     take_sample,
 )
 from fused_ops.quantize import quantize
@@ -99,6 +101,39 @@ def test_sums_are_those_of_numpy(name, columns):
     assert found["underflow"] == low / live
     if name == "1x16" and not columns:
         assert low == 1
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("columns", [False, True])
+def test_sums_together_are_those_of_each(name, columns):
+    """To the bit, of ragged sizes; what was summed later is what was seen."""
+    torch.manual_seed(3)
+    tensors = [torch.randn(90, 300) * scale for scale in (1.0, 1e-3, 50.0)]
+    tensors[1][:, :64] = 0.0
+    found, alone = [], []
+    for x in tensors:
+        operand = quantized(x, SPECS[name], columns)
+        sample = take_sample(x, operand, columns=columns, limits=(32, 128))
+        alone.append(operand_sums(sample))
+        found.append(operand_errors(sample))
+        assert found[-1].outlives(x)
+        assert found[-1].key == found[0].key
+        for changed in (x, operand.codes, operand.scales, operand.amax):
+            changed.zero_()
+    assert torch.equal(sums_together(found), torch.stack(alone))
+    whole = take_sample(tensors[0], quantized(tensors[0], SPECS[name], columns), columns=columns)
+    assert operand_errors(whole).key != found[0].key
+
+
+def test_what_is_a_part_of_the_tensor_may_not_wait():
+    x = torch.randn(64, 128)
+    assert not operand_errors(take_sample(x, quantize(x, NVFP4), columns=False)).outlives(x)
+
+
+def test_product_sums_of_several_are_those_of_each():
+    exact, product = torch.randn(2, 3, 40, 24)
+    alone = [product_sums(*pair) for pair in zip(exact, product)]
+    assert torch.equal(product_sums(exact, product), torch.stack(alone))
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_ops import operands
 from fused_ops.keys import OPERANDS
@@ -15,7 +16,7 @@ from pretrain.data.loader import TrainLoader
 from pretrain.engine import build_engine
 from pretrain.initialize import initialize
 from pretrain.numerics_monitor import flat_figures, numerics_rows
-from pretrain.numerics_watch import NumericsWatch
+from pretrain.numerics_watch import NumericsWatch, _LayerWatch
 from pretrain.parity.train import load_weights, save_weights
 from pretrain.train_step import train_step
 from pretrain.trainer import Trainer
@@ -227,6 +228,37 @@ def test_one_micro_batch_and_no_more_than_the_limits_are_looked_at(folder, limit
     modules = [m for m in run.engine.chunks[0].modules() if hasattr(m, "observer")]
     assert modules
     assert all(m.observer is None for m in modules)
+
+
+class _Counted(TorchDispatchMode):
+    """Operations that start a kernel on a GPU: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        found = function(*arguments, **(keywords or {}))
+        self.count += not function.is_view
+        return found
+
+
+def test_a_step_of_small_operands_takes_few_launches(folder, monkeypatch):
+    """A step has hundreds of operands, and its time is that of launches: they are summed together.
+    One by one it is 71 launches an operand, products included."""
+    run = _Run(folder, "*-*-*-", precision={"recipe": "nvfp4"})
+    run.engine.precision_state.set_step(1)
+    watch, counted = NumericsWatch(run.engine, (32, 0), 8), _Counted()
+    observe = _LayerWatch.observe
+
+    def within(*arguments):
+        with counted:
+            observe(*arguments)
+
+    monkeypatch.setattr(_LayerWatch, "observe", within)
+    with watch.attached():
+        train_step(run.engine, run.loader.step(0))
+    with counted:
+        watch.reduced()
+    assert counted.count < 40 * 12 * 6, "12 layers of 6 operands"
 
 
 LAYOUTS = {
