@@ -60,8 +60,19 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> Non
         axis.set_title(f"{_TITLES[kind]} (base: {base.label})", fontsize=10)
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.25)
-    if kinds:
-        axes[0][0].legend(fontsize=8 if len(drawn) < 10 else 6, ncols=1 + len(drawn) // 10)
+    # A row may be in some panels only: one that has not validated where the base has.
+    named = {
+        label: handle
+        for axis in axes[0]
+        for handle, label in zip(*axis.get_legend_handles_labels())
+    }
+    if named:
+        axes[0][0].legend(
+            list(named.values()),
+            list(named),
+            fontsize=8 if len(drawn) < 10 else 6,
+            ncols=1 + len(drawn) // 10,
+        )
     figure.tight_layout()
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)

@@ -7,6 +7,7 @@ import pytest
 
 from pretrain.comparison.compare import load_rows
 from pretrain.comparison.gaps import broken_seeds, diverged_at, final_gaps, first_difference
+from pretrain.comparison.picture import write_png
 from pretrain.comparison.reference import Reference, judge
 from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import cells, ratios, summarize
@@ -133,3 +134,17 @@ def test_references_and_ratios_are_not_of_survivors(tmp_path):
     base, b, c = load_rows([tmp_path])
     assert judge(b, base, 5.0, [reference]) == ["b: no finite end in 1 of 3 seeds: not judged"]
     assert ratios([base, b, c], c, base) == ratios([base, b, c], b, base) == []
+
+
+def test_every_line_of_a_picture_has_its_name(tmp_path, monkeypatch):
+    """Also of a row that has trained and not validated."""
+    from matplotlib import pyplot
+
+    write_run(tmp_path, "a", 1, 0.0, "bf16")
+    write_run(tmp_path, "b", 1, 0.01, "nvfp4")
+    going_on = write_run(tmp_path, "c", 1, 0.02, "mxfp8", steps=30)
+    rows, kept = load_rows([tmp_path, going_on]), []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    write_png(rows, rows[0], tmp_path / "compare.png")
+    [legend] = [axis.get_legend() for axis in kept[0].axes if axis.get_legend()]
+    assert [text.get_text() for text in legend.get_texts()] == ["b", "c"]
