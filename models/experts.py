@@ -225,7 +225,6 @@ class GroupedMLP(experts.TEGroupedMLP):
             or self.offload_expert_fc1
             or self.offload_moe_act
             or self.config.moe_apply_probs_on_input
-            or self.config.moe_mlp_glu_interleave_size is not None
         )
         if activation is None or elsewhere:
             return super().forward(hidden, tokens_per_expert, probabilities, *buffers)

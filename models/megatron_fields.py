@@ -77,6 +77,7 @@ _NEEDS_MORE = (
     "use_kitchen",
     "use_grouped_gemm_for_shared_expert",
     "use_grouped_gemm_for_dense_mlp",
+    "moe_mlp_glu_interleave_size",
     "moe_permute_fusion",
     "moe_router_fusion",
     "moe_single_grouped_weight",

@@ -4,7 +4,9 @@
 Two layouts that compute the same codes still sum in another order, and then round. Every GEMM of
 the linear layers takes its contraction here as the sum of two halves, drawn at random, that are
 each rounded to the output's type: what two tensor-parallel ranks do. (Another order of one sum is
-no draw: products of codes are so short that FP32 sums of a toy's many are exact.)
+no draw: products of codes are so short that FP32 sums of a toy's many are exact.) So are even the
+sums of halves where scales are powers of two; the output layer's gradient, whose contraction is the
+vocabulary, is cut too: it is in high precision, and what it rounds goes through all layers.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from torch import Tensor
 from fused_ops import grouped_linear, linear
 from fused_ops.main_grad import Zeros
 from fused_ops.scaled_matmul.reference import Operand, alpha, values
+from models.parallel_linear import OutputLayer
 
 
 @contextmanager
@@ -53,9 +56,19 @@ def summed_in_halves(seed: int) -> Iterator[None]:
         assert total is not None, "a contraction over nothing"
         return total if bias is None else (total + bias.to(total.dtype))
 
+    plain = OutputLayer._forward_impl
+
+    def logits(layer: OutputLayer, input: Tensor, weight: Tensor, *args: Any, **kw: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        index = torch.randperm(weight.shape[0], generator=generator).to(weight.device)
+        parts = [plain(layer, input, weight[part], *args, **kw) for part in index.chunk(2)]
+        return torch.cat(parts, -1)[..., index.argsort()]
+
     before = linear.scaled_matmul, grouped_linear.scaled_matmul
+    OutputLayer._forward_impl = logits  # type: ignore[assignment]
     linear.scaled_matmul = grouped_linear.scaled_matmul = product  # type: ignore[assignment]
     try:
         yield
     finally:
         linear.scaled_matmul, grouped_linear.scaled_matmul = before
+        OutputLayer._forward_impl = plain  # type: ignore[method-assign]

@@ -132,6 +132,8 @@ def test_unknown_key_names_the_nearest():
         ("num_microbatches_with_partial_activation_checkpoints", 2, "would change nothing here"),
         ("moe_router_topk_limited_devices", 2, "set moe_router_num_groups"),
         ("perform_initialization", False, "model.init_std"),
+        # gate and up in turns: expert tensor parallelism would cut them as two halves
+        ("moe_mlp_glu_interleave_size", 16, "needs layers of Transformer Engine"),
         ("mlp_chunks_for_training", 4, "recompute_modules [mlp]"),
         ("use_mup", True, "learning rates too"),
         ("heterogeneous_block_specs", True, "one symbol for each layer"),

@@ -13,7 +13,8 @@ from fused_ops import grouped_linear, linear
 from fused_ops.errors import ConfigError
 from models.config import ParallelConfig
 from models.pattern import SYMBOLS
-from pretrain.parity import matrix
+from pretrain.checkpoint.state import unwrap
+from pretrain.parity import matrix, train
 from pretrain.parity.layouts import (
     DEFAULT_LAYOUTS,
     parse_layout,
@@ -105,6 +106,25 @@ def test_halves_are_rounded_before_they_are_added():
     assert not torch.equal(other, plain)
     torch.testing.assert_close(other.double(), exact, rtol=2**-7, atol=0.1)
     torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_the_output_layer_is_summed_in_halves():
+    """The same logits; what goes back through them has another rounding, and no other value."""
+    case = read_case("*-", "fp32", 1)
+    engine = train.build(case, train.ONE_PROCESS, "cpu")
+    (chunk,) = engine.chunks
+    layer = unwrap(chunk).output_layer
+    states = torch.randn(64, 2, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    dy = torch.randn(64, 2, 256, generator=torch.Generator().manual_seed(2))
+    plain, _ = layer(states)
+    (expected,) = torch.autograd.grad(plain, states, dy)
+    with summed_in_halves(0):
+        halves, _ = layer(states)
+        (found,) = torch.autograd.grad(halves, states, dy)
+    assert torch.equal(layer(states)[0], plain)
+    torch.testing.assert_close(halves, plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found, expected)
 
 
 def reference():
