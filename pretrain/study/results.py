@@ -4,7 +4,7 @@
     {"format": "nibble study results", "version": 1, "base_row": "bf16",
      "models": [{"name", "steps", "tokens", "data_tokens", "tokens_per_parameter",
        "starts": [[row, other row, [seeds], relative difference of first losses], ...],
-       "rows": [{"row", "precision", "four_bit", "four_bit_all", "numerics",
+       "rows": [{"row", "precision", "four_bit", "four_bit_all", "low_bit", "numerics",
          "runs": [{"seed", "card", "commit", "tokens_per_s", "memory_gib",
                    "losses": [[step, tokens, mean loss], ...],
                    "validation": [[step, tokens, own forward, BF16 forward or null], ...]}]}]}]}
@@ -13,6 +13,7 @@ Tables and figures are made from this file alone, whether the runs are still the
 losses are means over a forty-eighth of the run. `precision` is what differs from the defaults,
 `four_bit` the share of the FLOPs of the block linears' GEMMs whose operands both have 4 bits, over
 the whole run, `four_bit_all` that of all matrix products (attention, routers, output layer too),
+`low_bit` that of the block linears' whose operands have at most 8 bits,
 `numerics` of the first seed (pretrain/study/evidence.py). `starts` tells whether rows with one
 forward began alike (pretrain/study/starts.py).
 """
@@ -55,6 +56,7 @@ class StudyRow:
     numerics: Mapping[str, Any]
     four_bit_all: float | None = None
     """None in a file that does not tell it."""
+    low_bit: float = 0.0
 
 
 @dataclass
@@ -195,12 +197,14 @@ def _manifest(config: PretrainConfig) -> Manifest | None:
 def _row(name: str, runs: Sequence[StudyRun], row: Row) -> dict[str, Any]:
     config = make_config(runs[0].data)
     held = _manifest(config)
-    linears, every = four_bit_shares(config, held.vocab_size if held else None)
+    vocab_size = held.vocab_size if held else None
+    linears, every = shares(config, vocab_size)
     return {
         "row": name,
         "precision": precision_key(row.settings),
         "four_bit": round(linears, 4),
         "four_bit_all": None if every is None else round(every, 4),
+        "low_bit": round(shares(config, vocab_size, most_bits=8)[0], 4),
         "numerics": evidence(runs[0].folder, runs[0].steps),
         "runs": [_run(row.runs[seed]) for seed in sorted(row.runs)],
     }
@@ -230,11 +234,11 @@ def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(part[-1][0], mean_to_the_end([loss for _, loss in part])) for part in parts]
 
 
-def four_bit_shares(
-    config: PretrainConfig, vocab_size: int | None = None
+def shares(
+    config: PretrainConfig, vocab_size: int | None = None, most_bits: int = 4
 ) -> tuple[float, float | None]:
-    """Shares of FLOPs with both operands in 4 bits, over the run: (of the block linears' GEMMs, of
-    all matrix products: attention's, routers' and the output layer's too).
+    """Shares of FLOPs with both operands in `most_bits` or fewer, over the run: (of the block
+    linears' GEMMs, of all matrix products: attention's, routers' and the output layer's too).
 
     The schedule counts by samples; causal attention counts half of its scores; scans are no GEMMs.
     `vocab_size` is the data's, for a model that takes it; without any there is no second share.
@@ -244,15 +248,15 @@ def four_bit_shares(
     marks = sorted({0, total, *(min(mark, total) for mark in plan.boundaries or [])})
     linears = len(GEMMS) * sum(module.flops for module in plan.modules)
     others = len(GEMMS) * sum(part.flops for part in fixed_parts(plan.shape) if part.gemm)
-    four = 0.0
+    found = 0.0
     for first, last in pairwise(marks):
         plan.consumed_samples = first
         recipes = plan.recipes()
         for module in plan.modules:
             for gemm in GEMMS:
-                narrow = all(bits(spec) == 4 for spec in recipes[module.name].specs(gemm))
-                four += narrow * module.flops * (last - first) / total
-    return four / max(linears, 1), four / max(linears + others, 1) if known else None
+                narrow = all(bits(spec) <= most_bits for spec in recipes[module.name].specs(gemm))
+                found += narrow * module.flops * (last - first) / total
+    return found / max(linears, 1), found / max(linears + others, 1) if known else None
 
 
 def read_results(path: Path) -> tuple[str, list[ModelResults]]:
@@ -278,7 +282,12 @@ def _read_model(data: Mapping[str, Any]) -> ModelResults:
             row.runs[run["seed"]] = _read_run(run, one, found)
         found.rows.append(
             StudyRow(
-                row, one["precision"], one["four_bit"], one["numerics"], one.get("four_bit_all")
+                row=row,
+                precision=one["precision"],
+                four_bit=one["four_bit"],
+                numerics=one["numerics"],
+                four_bit_all=one.get("four_bit_all"),
+                low_bit=one.get("low_bit", one["four_bit"]),
             )
         )
     return found

@@ -5,13 +5,14 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from fused_ops.errors import ConfigError
 from pretrain.comparison.reference import Reference
-from pretrain.comparison.runs import Row, group_runs, read_run
+from pretrain.comparison.runs import Row, RunData, group_runs, read_run
 from pretrain.config import make_config, save_config
 from pretrain.history import encode_row, read_metrics
 from pretrain.study import trained
@@ -21,8 +22,8 @@ from pretrain.study.plan import load_study
 from pretrain.study.results import (
     ModelResults,
     StudyRow,
-    four_bit_shares,
     read_results,
+    shares,
     write_results,
 )
 from pretrain.study.starts import starts
@@ -129,9 +130,15 @@ def test_report_from_runs_and_again_without_them(study, tmp_path, capsys):
     assert cells[9] == "better"
     assert cells[10:14] == [f"1.0000 ({LINEARS / ALL:.4f})", "6,000 (1.20x)", "2.5", "no"]
     assert "No run has finished yet." in first, "of moe-30m"
-    assert "(a) without BF16 layers at most 0.8 of V1's gap: `nvfp4_fast_fp8` 0.70 [" in first
+    assert (
+        "(a) without BF16 layers at most 0.8 of V1's gap: dense-30m `nvfp4_fast_fp8` 0.70 ["
+        in first
+    )
     assert first.count(": met.") == 2, "a and b"
-    assert "`nvfp4_tail_late_bf16` +0.40 +- 0.02 %, 0.4583 of the block linears' FLOPs (" in first
+    assert (
+        "dense-30m `nvfp4_tail_late_bf16` +0.40 +- 0.02 %, 0.4583 of the block linears' FLOPs ("
+        in first
+    )
     assert "| dense-30m | `nvfp4` | 1, 2, 3 | 24,576 |" in first
     assert "abc123def456" in first
     pictures = sorted((folder / "figures").glob("*.png"))
@@ -180,13 +187,13 @@ def test_the_share_of_four_bits_counts_the_schedule(study):
     wanted = {"bf16": 0.0, "nvfp4": 1.0, "nvfp4_tail_late_bf16": layers * (3 / 4 + 1 / 4 * 2 / 3)}
     for row, share in wanted.items():
         config = make_config(by_row[row].data)
-        linears, every = four_bit_shares(config)
+        linears, every = shares(config)
         assert linears == pytest.approx(share)
         assert every == pytest.approx(share * LINEARS / ALL)
         taken = make_config({**by_row[row].data, "model": {**by_row[row].data["model"]}})
         taken = replace(taken, model=replace(taken.model, vocab_size=None))
-        assert four_bit_shares(taken) == (linears, None), "no output layer is known"
-        assert four_bit_shares(taken, 128) == (linears, every), "the data's"
+        assert shares(taken) == (linears, None), "no output layer is known"
+        assert shares(taken, 128) == (linears, every), "the data's"
 
 
 def test_a_report_loses_no_run(study, tmp_path, capsys):
@@ -264,10 +271,43 @@ def test_a_goal_is_not_met_by_survivors(study, tmp_path):
     goals, table = (fill(mark, "bf16", models) for mark in marks)
     assert "at most 0.8 of V1's gap: not yet measured" in goals
     assert "points: missed." in goals
+    assert "dense-30m `nvfp4_fast_fp8`" in goals
     line = next(row for row in table.splitlines() if row.startswith("| `nvfp4_fast_fp8`"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[1] == "3, 1 without a finite end"
     assert cells[6:10] == ["", "", "", "not every run ended with a finite loss"]
+
+
+def test_eight_bits_are_no_bf16_layer():
+    """(a) is of recipes that multiply nothing in BF16; one with 8 bits says how much it has in 4.
+
+    The lower gap of a row with a BF16 tail does not count, nor that of BF16 forwards.
+    """
+    losses = {
+        "bf16": (0.0, 0.0), "nvfp4": (1.0, 1.0), "nvfp4_fast_x8": (0.5, 0.5), "late": (0.1, 0.1),
+        "backward": (0.1, 0.1),
+    }  # fmt: skip
+    shares_of = {"nvfp4": (1.0, 1.0), "nvfp4_fast_x8": (2 / 3, 1.0), "late": (0.8, 1.0)}
+    model = ModelResults(
+        name="dense-30m", steps=2, tokens=2, data_tokens=None, tokens_per_parameter=1
+    )
+    for name, gaps in losses.items():
+        row = Row(name)
+        for seed, gap in enumerate(gaps, start=1):
+            loss = (3.0 + seed / 10) * (1 + gap / 100)
+            row.runs[seed] = RunData(
+                path=Path(), name=f"{name}-s{seed}", seed=seed, steps=2, settings={},
+                losses=[(1, loss), (2, loss)], validation={("own", ""): [(2, loss)]}, tokens={},
+                tokens_per_s=None, memory_gib=None, four_bit_share=None, card="", commit="",
+            )  # fmt: skip
+        four, low = shares_of.get(name, (2 / 3, 2 / 3))
+        precision = {"schedule": [LATE]} if name == "late" else {}
+        model.rows.append(StudyRow(row, precision, four, {}, low_bit=low))
+    goals = fill("<!-- study:goals --><!-- /study:goals -->", "bf16", [model])
+    wanted = (
+        "dense-30m `nvfp4_fast_x8` 0.50 [0.50, 0.50], 0.67 of the linears' FLOPs in 4 bits: met."
+    )
+    assert wanted in goals.splitlines()[1]
 
 
 def test_the_gap_is_split_beside_the_published_parts(study):
