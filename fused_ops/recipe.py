@@ -218,7 +218,10 @@ def _pow2_recipes() -> Iterable[GemmRecipe]:
     codes = replace(pow2.wgrad_x, source="forward")
     yield replace(pow2, name="nvfp4_pow2_from_codes", wgrad_x=codes)
     four = _nvfp4(choice="4over6_mse")
-    yield replace(pow2, name="nvfp4_fast", fprop_x=four, fprop_w=four)
+    fast = replace(pow2, name="nvfp4_fast", fprop_x=four, fprop_w=four)
+    yield fast
+    # FP8 cores multiply E4M3 as fast as decoded NVFP4: the forward's X keeps all of its bits.
+    yield replace(fast, name="nvfp4_fast_a8", fprop_x=OperandSpec(format="fp8_tensorwise"))
 
 
 def _mixed_recipes(named: Mapping[str, GemmRecipe]) -> Iterable[GemmRecipe]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec
@@ -19,8 +21,8 @@ NAMES = [
     "bf16", "fp16", "fp32", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise",
     "fp8_blockwise_fp32", "mxfp8", "mxfp4",
     "mxfp4_hadamard", "nvfp4", "nvfp4_4over6", "nvfp4_requant", "nvfp4_requant_4over6", "nvfp4_v2",
-    "nvfp4_v2_4over6", "nvfp4_pow2", "nvfp4_pow2_from_codes", "nvfp4_fast", "mxfp8_fwd_nvfp4_bwd",
-    "nvfp4_fwd_mxfp8_bwd",
+    "nvfp4_v2_4over6", "nvfp4_pow2", "nvfp4_pow2_from_codes", "nvfp4_fast", "nvfp4_fast_a8",
+    "mxfp8_fwd_nvfp4_bwd", "nvfp4_fwd_mxfp8_bwd",
 ]  # fmt: skip
 
 
@@ -80,6 +82,17 @@ def test_all_named_recipes_exist_under_their_names():
             "nvfp4_fast",
             [
                 "nvfp4 1x16 4over6_mse",
+                "nvfp4 1x16 4over6_mse",
+                "nvfp4 1x16 pow2 stochastic",
+                "nvfp4 1x16 pow2 better_of_two from_forward",
+                "nvfp4 1x16 pow2 hadamard16 stochastic",
+                "nvfp4 1x16 pow2 hadamard16 better_of_two",
+            ],
+        ),
+        (
+            "nvfp4_fast_a8",
+            [
+                "fp8_tensorwise",
                 "nvfp4 1x16 4over6_mse",
                 "nvfp4 1x16 pow2 stochastic",
                 "nvfp4 1x16 pow2 better_of_two from_forward",
@@ -224,3 +237,12 @@ def test_source_forward_needs_a_quantized_forward_operand():
         GemmRecipe(name="mine", dgrad_w=requantized)
     with pytest.raises(ConfigError, match="dgrad_dy has no forward operand"):
         GemmRecipe(name="mine", dgrad_dy=requantized)
+
+
+def test_the_study_measured_the_built_in_recipe():
+    """A run's own recipe may not have a built-in's name, so study.yaml spells this one out."""
+    text = (Path(__file__).parents[2] / "examples/study/study.yaml").read_text()
+    measured = yaml.safe_load(text)["rows"]["nvfp4_fast_x8"]["precision"]
+    ((name, data),) = measured["recipes"].items()
+    recipe = recipe_from_dict({"name": name, **data})
+    assert recipe == replace(RECIPES["nvfp4_fast_a8"], name=name)
