@@ -86,11 +86,13 @@ def flops_of(names: Sequence[str], modules: Sequence[GemmShape]) -> float:
 
 
 def last_layers(quantized: Sequence[str], modules: Sequence[GemmShape], share: float) -> list[str]:
-    """Layers from the model's end, as long as they fit into a share of all linears' FLOPs."""
+    """Layers from the model's end, as long as they fit into a share of all linears' FLOPs. Those of
+    multi-token prediction are none, as in a rule's `last 15%`: the loss does not depend on them."""
     flops = {module.name: module.flops for module in modules}
+    predicting = {module.name for module in modules if module.position is None}
     budget, chosen = share * sum(flops.values()) * (1 + 1e-9), []
     for name in reversed(quantized):
-        if flops[name] <= budget:
+        if name not in predicting and flops[name] <= budget:
             budget -= flops[name]
             chosen.append(name)
     return chosen

@@ -163,6 +163,9 @@ def test_layers_are_chosen_for_their_flops():
         within_share(dict.fromkeys(NAMES, 0.0), MODULES, 0.9)
     assert last_layers(NAMES, MODULES, 0.4) == [NAMES[3]]
     assert last_layers(NAMES, MODULES, 0.6) == [NAMES[3], NAMES[1]]
+    predicting = GemmShape(name="mtp.0.eh_proj", position=None, symbol="-", k=16, n=16)
+    last = last_layers([*NAMES, predicting.name], [*MODULES, predicting], 0.4)
+    assert last == [NAMES[3]], "a prediction layer is no last layer"
     assert flops_of(NAMES[:2], MODULES) == pytest.approx(0.3)
     # All together lose twice what the layers lose alone: 20e-3.
     assert within_gap(by_loss, damages, MODULES, 0.02, 0.021) == []
