@@ -65,7 +65,9 @@ def publish_weights(folder: Path, model: Any, version: int, *, keep: int = 2) ->
     problems = []
     if current is not None and version <= current["version"]:
         problems.append(
-            f"a handed-over version must be above the last, {current['version']}; got {version}"
+            f"a handed-over version must be above the last, {current['version']}; got {version}; "
+            "count on from there, also in a run that went back to an earlier step, or name another "
+            "folder"
         )
     if keep < 2:
         problems.append(f"keep must be at least 2, for whoever reads the one before; got {keep}")

@@ -127,7 +127,7 @@ def test_versions_grow_and_old_ones_go(tmp_path):
         publish_weights(tmp_path, model, version)
     assert sorted(os.listdir(tmp_path)) == [VERSION, "v00000002", "v00000005"]
     assert latest_version(tmp_path) == 5
-    with pytest.raises(ConfigError, match="must be above the last, 5; got 5"):
+    with pytest.raises(ConfigError, match="must be above the last, 5; got 5; count on from there"):
         publish_weights(tmp_path, model, 5)
     with pytest.raises(ConfigError, match="keep must be at least 2"):
         publish_weights(tmp_path, model, 6, keep=1)
