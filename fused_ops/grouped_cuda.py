@@ -18,7 +18,7 @@ from fused_ops.keys import STREAMS, StreamKey, layer_words, signs
 from fused_ops.linear import dummy_gradient
 from fused_ops.linear_call import LinearCall, Runs
 from fused_ops.main_grad import beta_of
-from fused_ops.operands import decodes_once, has_shared_amax, shares_codes, variant
+from fused_ops.operands import has_shared_amax
 from fused_ops.quantize import philox, triton_grouped
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.triton_grouped import GroupedOperand, Request
@@ -27,6 +27,7 @@ from fused_ops.scaled_matmul.grouped import Alpha, inner_matmul, rows_matmul
 from fused_ops.scaled_matmul.reference import fp32_reciprocal
 from fused_ops.triton_support import device_reason
 from fused_ops.weight_codes import WeightCodes
+from fused_ops.weight_operands import decodes_once, shares_codes, variant
 
 ENABLED = True
 """Whether experts are taken together where they can be: False, to compare."""
@@ -61,7 +62,9 @@ def recipe_reason(call: LinearCall) -> str | None:
     """Why a recipe, or where its operands lie, does not fit, or None."""
     for gemm in ("fprop", "dgrad", "wgrad"):
         left, right = call.recipe.specs(gemm)
-        if _kind(left) != _kind(right) or _kind(left) == "":
+        kinds = {_kind(left), _kind(right)}
+        on_fp8_cores = "plain" not in kinds and _form(call, gemm) == "fp8"
+        if "" in kinds or (len(kinds) == 2 and not on_fp8_cores):
             return f"{gemm} multiplies {left.label!r} by {right.label!r}"
         if right.element == "e5m2" or any(s.row_scaled or s.source != "tensor" for s in (left,)):
             return f"{gemm} has {left.label!r} and {right.label!r}"
@@ -189,7 +192,7 @@ def _quantize(
 class StackCodes:
     """The weights of all experts as operands: of fprop, and of dgrad once it is wanted.
 
-    No column where dgrad reads the row codes as their transpose (`operands.shares_codes`).
+    No column where dgrad reads the row codes as their transpose (`weight_operands.shares_codes`).
     """
 
     row: GroupedOperand | None = None

@@ -34,9 +34,9 @@ from fused_ops.operands import (
     pack,
     quantize_operand,
     unpack,
-    weight_operand,
 )
 from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.weight_operands import weight_operand
 
 
 def grouped_linear(

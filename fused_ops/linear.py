@@ -33,13 +33,12 @@ from fused_ops.operands import (
     pack,
     quantize_both,
     quantize_operand,
-    transposed_weight,
     unpack,
-    weight_operand,
 )
 from fused_ops.quantize import dequantize
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.scaled_matmul import scaled_matmul
+from fused_ops.weight_operands import transposed_weight, weight_operand
 
 __all__ = ["Comm", "LinearCall", "LocalComm", "Observer", "Runs", "linear"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fused_ops.operands import decodes_once, shares_codes
+from fused_ops.weight_operands import decodes_once, shares_codes
 from models.config import ParallelConfig
 from models.flops import MAMBA_CONV, ModelShape, head_norms, sinks
 from models.gemms import GemmShape, mamba_inner

@@ -9,8 +9,8 @@ assumed bandwidth. `tests/tools/test_forecast.py` holds it to the steps that wer
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fused_ops.operands import shares_codes
 from fused_ops.recipe import GemmRecipe, is_quantized
+from fused_ops.weight_operands import shares_codes
 from models.flops import ModelShape, fixed_parts, peak_tflops
 from models.memory import is_expert
 from models.parallel_config import ParallelConfig

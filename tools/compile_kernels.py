@@ -305,7 +305,7 @@ def _from_codes() -> list[Variant]:
 
 
 _KEPT = {"nvfp4_fast w": {}, "nvfp4_fast w, decoded": {"FORM": 1, "SHIFT": 2}}
-"""Forms of a weight that is requantized: see fused_ops.operands.decodes_once."""
+"""Forms of a weight that is requantized: see fused_ops.weight_operands.decodes_once."""
 
 
 _GROUP_TYPES = {"place_ptr": "*i32", "tile_ptr": "*i32", "rotated_ptr": "*i32"}

@@ -11,8 +11,8 @@ from torch import Tensor
 from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.linear import LinearCall, LocalComm
-from fused_ops.operands import give_weight_codes, weight_operand
 from fused_ops.recipe import is_quantized
+from fused_ops.weight_operands import give_weight_codes, weight_operand
 from models.generation.cached_model import backend_problems, cache_problems
 from models.parallel_linear import GemmModule
 from models.precision import unwrap

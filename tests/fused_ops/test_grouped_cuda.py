@@ -16,11 +16,12 @@ from fused_ops.grouped_linear import _experts, grouped_linear
 from fused_ops.groups import groups_of
 from fused_ops.keys import KeyTable, StreamKey
 from fused_ops.linear_call import LinearCall, LocalComm, Runs
-from fused_ops.operands import decodes_once, quantize_operand, shares_codes, weight_operand
+from fused_ops.operands import quantize_operand
 from fused_ops.recipe import RECIPES, is_quantized
 from fused_ops.scaled_matmul import grouped
 from fused_ops.testing import assert_bitwise_equal, assert_close
 from fused_ops.weight_codes import WeightCodes
+from fused_ops.weight_operands import decodes_once, shares_codes, weight_operand
 from tests.fused_ops.ptx import emulate
 
 KEY = StreamKey(seed=5, step=17, micro_batch=2, layer=99, expert=8)
@@ -29,6 +30,7 @@ FAST = {
     "nvfp4": RECIPES["nvfp4"],
     "nvfp4_fast": RECIPES["nvfp4_fast"],
     "nvfp4_fast:fp8": replace(RECIPES["nvfp4_fast"], decode="fp8"),
+    "nvfp4_fast_a8:fp8": replace(RECIPES["nvfp4_fast_a8"], decode="fp8"),
     "nvfp4:fp8": replace(RECIPES["nvfp4"], decode="fp8"),
     "nvfp4_pow2": RECIPES["nvfp4_pow2"],
     "fp8_tensorwise": RECIPES["fp8_tensorwise"],
@@ -47,8 +49,8 @@ COUNTS = {
 FEW = {"ragged": [17, 0, 3], "none": [0, 0]}
 each_counts = pytest.mark.parametrize("counts", COUNTS)
 each_recipe = pytest.mark.parametrize("name", FAST)
+SLOW_IN_THE_INTERPRETER = ("nvfp4", "nvfp4_fast:fp8", "nvfp4_fast_a8:fp8")
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-places = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
 @pytest.fixture
@@ -117,8 +119,7 @@ def check_tokens(call, x, counts, names, forms):
             if isinstance(got, torch.Tensor):
                 continue
             want = quantize_operand(own, name, part, columns=bool(index))
-            width = {"codes": 8, "bf16": 16, "fp8": 16}[got.form]
-            width = 16 if got.spec.format != "nvfp4" else width
+            width = 8 if got.form == "codes" and got.spec.format == "nvfp4" else 16
             last = block + -(-count // 16)
             rows, columns = slice(start, start + count), slice(None)
             if index:
@@ -206,8 +207,7 @@ def test_bytes_are_those_of_each_expert(name, counts, place):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("nvfp4", marks=pytest.mark.slow),
-        pytest.param("nvfp4_fast:fp8", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_IN_THE_INTERPRETER),
         "fp8_tensorwise",
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_ops import operands
+from fused_ops import operands, weight_operands
 from fused_ops.formats import QuantizedTensor
 from fused_ops.grouped_linear import grouped_linear
 from fused_ops.keys import KeyTable, StreamKey
@@ -136,8 +136,8 @@ def test_dgrad_reads_the_forward_codes_as_their_transpose(decode):
     leaf = x.clone().requires_grad_()
     linear(leaf, w, call=call).backward(dy)
     assert set(call.weight_codes._entries) == {("fprop.w", 0)}, "one set of codes"
-    got = operands.transposed_weight(call, w, dy, len(dy))
-    codes = operands.weight_operand(call, "dgrad.w", w)
+    got = weight_operands.transposed_weight(call, w, dy, len(dy))
+    codes = weight_operands.weight_operand(call, "dgrad.w", w)
     want = codes.decoded("bf16" if decode == "exact" else "fp8")
     assert got.shape == codes.shape == (192, 96)
     assert_bitwise_equal(got.data.contiguous(), want.data, "operand")

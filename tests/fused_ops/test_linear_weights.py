@@ -7,14 +7,14 @@ import pickle
 import pytest
 import torch
 
-from fused_ops import operands
+from fused_ops import weight_operands
 from fused_ops.formats import OperandSpec
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, linear
-from fused_ops.operands import weight_operand
 from fused_ops.quantize import quantize
 from fused_ops.recipe import RECIPES, recipe_from_dict
 from fused_ops.weight_codes import WeightCodes
+from fused_ops.weight_operands import weight_operand
 
 KEY = StreamKey(seed=5, step=17, micro_batch=2, layer=99)
 
@@ -37,7 +37,11 @@ class Layer(torch.nn.Module):
 @pytest.fixture
 def built(monkeypatch):
     """Names of the weight operands that were quantized, in order."""
-    names, original, again = [], operands.quantize_operand, operands.requantize_columns
+    names, original, again = (
+        [],
+        weight_operands.quantize_operand,
+        weight_operands.requantize_columns,
+    )
 
     def count(call, name, x, **options):
         if name.endswith(".w"):
@@ -48,8 +52,8 @@ def built(monkeypatch):
         names.append("dgrad.w")
         return again(*args, **options)
 
-    monkeypatch.setattr(operands, "quantize_operand", count)
-    monkeypatch.setattr(operands, "requantize_columns", from_codes)
+    monkeypatch.setattr(weight_operands, "quantize_operand", count)
+    monkeypatch.setattr(weight_operands, "requantize_columns", from_codes)
     return names
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_ops import operands
+from fused_ops import weight_operands
 from fused_ops.formats import OperandSpec
 from fused_ops.keys import StreamKey
 from fused_ops.linear import LinearCall, Runs, linear
@@ -176,14 +176,14 @@ def exchanges(kind, packed):
 
 def rows_that_choose_forms(packed):
     """The rows by which a row layer with a frozen weight chooses the form of dgrad's operands."""
-    asked, before = [], operands.operand_form
+    asked, before = [], weight_operands.operand_form
 
     def noted(call, gemm, x, rows):
         asked.append((gemm, rows))
         return before(call, gemm, x, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operands, "operand_form", noted)
+        patch.setattr(weight_operands, "operand_form", noted)
         layer(get_recipe("nvfp4"), "row", packed, seq=48, frozen=True)
     return asked
 
