@@ -88,15 +88,19 @@ def paired_gaps(
 
 
 def final_gaps(row: Row, base: Row, forward: str = "own", name: str = "") -> dict[int, float]:
-    """{seed: gap at the last step}, of the seeds whose both runs are finished."""
+    """{seed: gap at the last step}, of the seeds whose both runs are finished at the same one."""
     gaps = paired_gaps(row, base, forward, name)
     return {
         seed: points[-1][1]
         for seed, points in gaps.items()
-        if row.runs[seed].finished
-        and base.runs[seed].finished
-        and points[-1][0] >= row.runs[seed].steps
+        if end_together(row.runs[seed], base.runs[seed]) and points[-1][0] >= row.runs[seed].steps
     }
+
+
+def end_together(run: RunData, base: RunData) -> bool:
+    """Whether both are finished, after as many steps: in the middle of a run, before its learning
+    rate falls, a loss is higher than at the end of a shorter one."""
+    return run.finished and base.finished and run.steps == base.steps
 
 
 def broken_seeds(row: Row) -> list[int]:

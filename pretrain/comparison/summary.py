@@ -10,6 +10,7 @@ from pretrain.comparison.gaps import (
     Interval,
     broken_seeds,
     diverged_at,
+    end_together,
     final_gaps,
     first_difference,
     interval,
@@ -85,8 +86,8 @@ def _line(row: Row, base: Row, diverged: float) -> Line:
     }
     last = {}
     for seed, points in training_gaps(row, base, bins=10).items():
-        finished = runs[seed].finished and base.runs[seed].finished
-        if finished and points[-1][0] >= runs[seed].steps:
+        both_ended = end_together(runs[seed], base.runs[seed])
+        if both_ended and points[-1][0] >= runs[seed].steps:
             last[seed] = points[-1][1]
     first = [first_difference(runs[seed], base.runs[seed]) for seed in shared]
     ended = [diverged_at(runs[seed], base.runs[seed], diverged) for seed in shared]

@@ -58,6 +58,21 @@ def test_validation_sets_with_names(tmp_path):
     assert final_gaps(row, base, "own", "code") == {1: pytest.approx(3.02)}
 
 
+def test_a_longer_run_is_no_base_of_a_shorter_one(tmp_path):
+    """Before its learning rate falls, its loss is higher than where the shorter run ended."""
+    for seed in (1, 2):
+        write_run(tmp_path, "a", seed, 0.02, "bf16")
+        write_run(tmp_path, "b", seed, 0.01, "nvfp4", steps=40)
+    for run in tmp_path.glob("b-*"):
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("steps: 120", "steps: 40"))
+    rows = load_rows([tmp_path])
+    assert all(run.finished for row in rows for run in row.runs.values())
+    line = summarize(rows, rows[0])[1]
+    assert (line.verdict, line.training_gap) == ("no common end", None)
+    assert "differs from the base in train.steps: 120 and 40" in line.notes
+
+
 def test_a_quantized_base_has_no_16_bit_forward_of_its_own(tmp_path, capsys):
     """Its quantized loss is not what a 16-bit forward is compared with, nor are references."""
     base, _ = (write_run(tmp_path, n, 1, f, r) for n, f, r in
