@@ -8,7 +8,8 @@ layer at a time (and in one GEMM of it at a time), everything else in 16 bits. L
 loss change, gradient error or both, each for its FLOPs. The plan keeps the worst ones in BF16: a
 share of the linear layers' FLOPs, or as many as a gap allows. It is then compared, on other
 batches, with the same share spent on the last layers; the tool says so where it is not better. This
-is the damage at this checkpoint, not that of training with the plan.
+is the damage at this checkpoint, not that of training with the plan. Of a run with
+precision.schedule the recipes are those that it begins with, whatever step the checkpoint is of.
 """
 
 import argparse
