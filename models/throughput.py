@@ -9,6 +9,7 @@ assumed bandwidth. `tests/tools/test_forecast.py` holds it to the steps that wer
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fused_ops.formats import HIGH_PRECISION, OperandSpec
 from fused_ops.recipe import GemmRecipe, is_quantized
 from fused_ops.weight_operands import shares_codes
 from models.flops import ModelShape, fixed_parts, peak_tflops
@@ -114,17 +115,19 @@ _OPTIMIZER_BYTES = 12 + 24 + 2
 
 
 def product_kind(recipe: GemmRecipe, gemm: str, decode: str) -> str:
-    """high, fp8, fp4_exact, or reference: which of a device's rates a GEMM has."""
+    """Which rate of a device a GEMM has: high, fp8, or fp4_exact (BF16 cores, values decoded)."""
     pair = recipe.specs(gemm)
     if not all(map(is_quantized, pair)):
         return "high"
-    formats = {spec.format for spec in pair}
-    if formats <= {"fp8_tensorwise", "fp8_delayed"}:
-        return "fp8"
-    if formats == {"nvfp4"}:
-        small = all(spec.is_pow2 for spec in pair) or "fp8" in (decode, recipe.decode)
-        return "fp8" if small else "fp4_exact"
-    return "reference"
+    rounded = "fp8" in (decode, recipe.decode)
+    return "fp8" if all(_fits_fp8_cores(spec, rounded) for spec in pair) else "fp4_exact"
+
+
+def _fits_fp8_cores(spec: OperandSpec, rounded: bool) -> bool:
+    """rounded: decode is fp8."""
+    if spec.format in ("nvfp4", "fp8_blockwise"):
+        return not spec.row_scaled and (rounded or (spec.format == "nvfp4" and spec.is_pow2))
+    return spec.format in ("fp8_tensorwise", "fp8_delayed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +135,8 @@ class TokenTime:
     """Seconds of one GPU for a token of the whole model, forward and backward, by part."""
 
     parts: dict[str, float]
-    unknown: tuple[str, ...]
-    """Recipes whose products have no kernel: counted at the rate of high precision."""
+    one_by_one: tuple[str, ...]
+    """Recipes of experts that do not go together in one launch, and are slower than counted."""
 
     @property
     def total(self) -> float:
@@ -153,13 +156,13 @@ def token_time(
         decode: of the run, for NVFP4 operands.
     """
     parts = {"products": 0.0, "quantization": 0.0, "attention": 0.0, "scan": 0.0}
-    unknown: dict[str, None] = {}
+    one_by_one: dict[str, None] = {}
     for module in shape.modules():
         recipe = recipes[module.name]
         for gemm in GEMMS:
             kind = product_kind(recipe, gemm, decode)
-            if kind == "reference":
-                unknown[recipe.name], kind = None, "high"
+            if is_expert(module) and any(s.format not in _TOGETHER for s in recipe.specs(gemm)):
+                one_by_one[recipe.name] = None
             rate = _expert_rate(device, gemm, kind) if is_expert(module) else device.products[kind]
             parts["products"] += module.flops / (rate.value * 1e12)
             # Each token's operand is read in BF16 and written in codes.
@@ -174,9 +177,10 @@ def token_time(
         rate = rates[name] if name else device.products["high"]
         parts[name or "products"] += 3 * part.flops / (rate.value * 1e12)
     parts["elementwise"] = elementwise_bytes(shape) / (device.elementwise.value * 1e9)
-    return TokenTime(parts=parts, unknown=tuple(unknown))
+    return TokenTime(parts=parts, one_by_one=tuple(one_by_one))
 
 
+_TOGETHER = (*HIGH_PRECISION, "nvfp4", "fp8_tensorwise")  # of these, experts go in one launch
 _QUANTIZED_BYTES = 2.56  # a BF16 value read, a code and its share of a scale written
 
 

@@ -141,10 +141,10 @@ def _time(found: Preflight) -> Iterable[str]:
         yield from (f"         {figure.text('ms')}" for figure in LAUNCH.values())
     if found.world > 1:
         yield f"         {device.node.text('GB/s')}; {device.network.text('GB/s')}"
-    if found.token.unknown:
+    if found.token.one_by_one:
         yield (
-            f"         {', '.join(found.token.unknown)}: no kernel; counted at the BF16 rate, and "
-            "far slower in the reference"
+            f"         {', '.join(found.token.one_by_one)}: experts are multiplied one by one, up "
+            "to four times as slow as counted"
         )
 
 

@@ -402,7 +402,13 @@ def test_stages_add_up_to_the_model(run_file):
         ("nvfp4_fast", "fp8", ("fp8", "fp8", "fp8")),
         ("nvfp4_pow2", "exact", ("fp8", "fp8", "fp8")),
         ("fp8_tensorwise", "exact", ("fp8", "fp8", "fp8")),
-        ("mxfp8", "exact", ("reference", "reference", "reference")),
+        # Other blocks are decoded for BF16 cores.
+        ("mxfp8", "exact", ("fp4_exact", "fp4_exact", "fp4_exact")),
+        ("fp8_blockwise", "exact", ("fp4_exact", "fp4_exact", "fp4_exact")),
+        ("fp8_blockwise", "fp8", ("fp8", "fp8", "fp8")),
+        ("nvfp4_fast_a8", "fp8", ("fp8", "fp8", "fp8")),
+        ("nvfp4_fast_a8", "exact", ("fp4_exact", "fp8", "fp8")),
+        ("nvfp4_fwd_mxfp8_bwd", "fp8", ("fp4_exact", "fp4_exact", "fp4_exact")),
     ],
 )
 def test_which_rate_a_product_has(recipe, decode, kinds):

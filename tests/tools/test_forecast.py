@@ -19,6 +19,7 @@ STEPS = {
     ("dense", "nvfp4"): 189.6,
     ("dense", "nvfp4_fast"): 159.9,
     ("dense", "nvfp4_fast:fp8"): 146.8,
+    ("dense", "nvfp4_fast_a8:fp8"): 139.2,
     ("dense", "nvfp4_pow2"): 143.5,
     ("hybrid", "bf16"): 206.5,
     ("hybrid", "nvfp4"): 219.0,
@@ -55,9 +56,15 @@ def test_time_of_a_micro_batch(case):
     config, shape, recipes = opened(*case)
     each = token_time(shape, recipes, H200, config.precision.decode)
     quantized, _ = weight_seconds(shape, recipes, H200)
-    assert each.unknown == ()
+    assert each.one_by_one == ()
     milliseconds = 1e3 * (each.total * LENGTH + quantized)
     assert milliseconds == pytest.approx(STEPS[case], rel=0.06)
+
+
+@pytest.mark.parametrize(("recipe", "slow"), [("nvfp4_fast_a8:fp8", ()), ("mxfp8", ("mxfp8",))])
+def test_experts_that_go_one_by_one_are_said(recipe, slow):
+    config, shape, recipes = opened("moe", recipe)
+    assert token_time(shape, recipes, H200, config.precision.decode).one_by_one == slow
 
 
 @pytest.mark.parametrize("case", PEAKS, ids=" ".join)
