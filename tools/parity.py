@@ -8,6 +8,10 @@ of losses, gradient norms and weights after a few steps from one checkpoint, sto
   orders   three times what one process gives when its GEMMs sum in other orders, measured here
   tokens   the same when its samples also change places: where layouts cannot agree which tokens
            meet in an expert (experts over data-parallel ranks; experts under context parallelism)
+  flips    three times what one flipped code gives in one process: where activations are FP32 and a
+           row is out of its band, it is trained again and every operand looked at. This is the
+           bound if each is, bit for bit, what one process makes of the same tensor, and the tensors
+           agree until a first code differs, which is named
 
 With recipes that have codes, nvfp4_fast:fp32 (FP32 activations) is compared too: its band is the
 narrowest, and shows a wrong amax or a wrong coordinate of the dither that BF16 activations hide.
@@ -144,7 +148,7 @@ def _lines(row) -> list[str]:  # noqa: ANN001 (pretrain is imported after cpu_co
     limits = " ".join(f"{getattr(bound, name):.1e}" for name in names) + f" ({row.band})"
     over = found.exceeds(bound)
     verdict = "ok" if not over else f"OUT OF BOUND: {', '.join(over)} (worst: {found.worst})"
-    why = [f"{'':16} {row.note}"] if over and row.note else []
+    why = [f"{'':16} {row.note}"] if (over or row.band == "flips") and row.note else []
     return [_line(*head, *figures, limits, verdict), *why]
 
 

@@ -6,7 +6,8 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ from fused_ops.errors import ConfigError
 from pretrain.config import PretrainConfig, layout_start_problems
 from pretrain.engine import Engine
 from pretrain.parity.layouts import Layout, parse_layout, shares_experts_over_samples
-from pretrain.parity.orders import summed_in_halves
+from pretrain.parity.orders import one_code_flipped, summed_in_halves
 from pretrain.parity.ranks import Ranks, RanksFailed
 from pretrain.parity.toy import SAMPLES, VOCAB, Case, read_case, run_config
+from pretrain.parity.trace import Trace, check, read_pieces
 from pretrain.parity.train import (
     IN_ORDER,
     ONE_PROCESS,
@@ -74,7 +76,8 @@ class Row:
     failed: str = ""
     """What a rank said when it should have trained."""
     note: str = ""
-    """Blocks of the recipe that this layout cuts: its codes cannot be those of one process."""
+    """Blocks of the recipe that this layout cuts, so that its codes cannot be those of one process;
+    or what a look at every operand found."""
 
     @property
     def passes(self) -> bool:
@@ -269,16 +272,18 @@ def _again(
     *,
     order: int | None = None,
     shift: int = 0,
+    flip: int | None = None,
 ) -> Difference:
-    """One process with another order of summation, or with its samples in other places."""
+    """One process with another order of summation, a flipped code, or samples in other places."""
     engine = build(case, ONE_PROCESS, plan.device)
     places = tuple((sample + shift) % SAMPLES for sample in IN_ORDER)
-    if order is None:
+    with ExitStack() as changed:
+        if order is not None:
+            changed.enter_context(summed_in_halves(order))
+        if flip is not None:
+            changed.enter_context(one_code_flipped(flip))
         trajectory = train(case, engine, reference.start, places)
-    else:
-        with summed_in_halves(order):
-            trajectory = train(case, engine, reference.start, places)
-    place = folder / f"again-{_key(case)}-{order}-{shift}"
+    place = folder / f"again-{_key(case)}-{order}-{shift}-{flip}"
     save_weights(engine, place)
     return compare(reference, trajectory, weights_of(case, engine, place))
 
@@ -330,10 +335,60 @@ def bound_of(case: Case, layout: Layout, bands: dict[str, Difference]) -> tuple[
     if case.name == "fp32":
         return _difference(FP32_BOUNDS), "fp32"
     kind = "tokens" if shares_experts_over_samples(layout, case.pattern) else "orders"
-    wide = {
-        name: max(FP32_BOUNDS[name], BAND_FACTOR * getattr(bands[kind], name)) for name in FIGURES
+    return _wide(bands[kind]), kind
+
+
+def _wide(band: Difference) -> Difference:
+    return _difference(
+        {name: max(FP32_BOUNDS[name], BAND_FACTOR * getattr(band, name)) for name in FIGURES}
+    )
+
+
+def _looked_at(row: Row, reference: _Reference, folder: Path, plan: Plan) -> Row:
+    """A row out of its band, judged by every operand of the training, which is trained again.
+
+    Between FP32 activations rounding is rare flips of single codes, and each takes the training
+    elsewhere: a few orders of sums may have seen none. If every rank quantizes as one process would
+    the same tensors, and these agree until a first code differs, the measure is what one flipped
+    code does in one process.
+    """
+    case, layout = row.case, row.layout
+    one, place = Trace(), folder / f"trace-{_key(case)}-{layout.name}"
+    task = {
+        "name": "seen",
+        "case": vars(case),
+        "layout": layout.name,
+        "start": str(reference.start),
     }
-    return _difference(wide), kind
+    ranks = Ranks(place, layout.processes, {"device": plan.device, "tasks": [task], "trace": True})
+    try:
+        engine = build(case, ONE_PROCESS, plan.device)
+        one.attach(engine)
+        train(case, engine, reference.start)
+        ranks.wait(plan.timeout)
+    except RanksFailed as error:
+        return replace(row, note=str(error))
+    finally:
+        ranks.stop()
+    trajectory = Trajectory(**json.loads((place / "seen.json").read_text()))
+    again = compare(reference, trajectory, weights_of(case, engine, place / "seen"))
+    if again != row.difference:
+        return replace(row, note=f"trained again, with whole operands, it comes to {again}")
+    found = check(one, read_pieces(place / "seen", layout.processes), FP32_BOUNDS["weight"])
+    if found.fault or not found.first:
+        return replace(row, note=found.fault or "no code differs from those of one process")
+    if "flips" not in reference.bands:
+        draws = [_again(case, reference, folder, plan, flip=i) for i in range(plan.draws)]
+        reference.bands["flips"] = _band(draws)
+    note = f"{found.operands} operands are those of one process; the first flip: {found.first}"
+    return replace(row, bound=_wide(reference.bands["flips"]), band="flips", note=note)
+
+
+def _can_be_looked_at(row: Row) -> bool:
+    """Whether a row is out of its band where one flip is enough for that: between activations in
+    FP32, in a recipe with codes, where every layer's tokens have an order."""
+    codes = row.case.dtype == "fp32" and row.case.name != "fp32"
+    return codes and not (row.passes or row.note or "E" in row.case.pattern)
 
 
 def _rows(
@@ -361,4 +416,5 @@ def _rows(
         bound, kind = bound_of(case, layout, references[case].bands)
         found = compare(references[case], trajectory, weights_of(case, reader[1], place))
         note = cut_blocks(case, layout)
-        yield Row(case=case, layout=layout, difference=found, bound=bound, band=kind, note=note)
+        row = Row(case=case, layout=layout, difference=found, bound=bound, band=kind, note=note)
+        yield _looked_at(row, references[case], folder, plan) if _can_be_looked_at(row) else row

@@ -11,12 +11,14 @@ vocabulary, is cut too: it is in high precision, and what it rounds goes through
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_ops import grouped_linear, linear
+from fused_ops.formats import QuantizedTensor
 from fused_ops.main_grad import Zeros
 from fused_ops.scaled_matmul.reference import Operand, alpha, values
 from models.parallel_linear import OutputLayer
@@ -72,3 +74,31 @@ def summed_in_halves(seed: int) -> Iterator[None]:
     finally:
         linear.scaled_matmul, grouped_linear.scaled_matmul = before
         OutputLayer._forward_impl = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def one_code_flipped(seed: int) -> Iterator[None]:
+    """Inside, one code of the first quantized X becomes its neighbour: what a tie does that falls
+    the other way. `seed` draws which."""
+    plain = linear.scaled_matmul
+    done: list[bool] = []
+
+    def product(a: Operand, b: Operand, **options: Any) -> Tensor:
+        if isinstance(a, QuantizedTensor) and not done:
+            done.append(True)
+            codes = a.codes.clone()
+            flat = codes.view(-1)
+            # The last bit of the low nibble, or of a byte that does not become NaN.
+            places = ((flat & 0x7F) < 0x7E).nonzero().flatten()
+            generator = torch.Generator().manual_seed(seed)
+            draw = int(torch.randint(len(places), (), generator=generator))
+            flat[places[draw]] ^= 1
+            a = replace(a, codes=codes)
+        return plain(a, b, **options)
+
+    linear.scaled_matmul = product  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        linear.scaled_matmul = plain
+    assert done, "no operand has codes"

@@ -102,6 +102,7 @@ def serve(folder: Path) -> None:
     from pretrain.initialize import choose_device, shut_down
     from pretrain.parity.layouts import parse_layout
     from pretrain.parity.toy import Case
+    from pretrain.parity.trace import Trace
     from pretrain.parity.train import build, save_weights, train
 
     request = json.loads((folder / REQUEST).read_text())
@@ -116,8 +117,12 @@ def serve(folder: Path) -> None:
     for task in request["tasks"]:
         print(f"{time.strftime('%X')} {task['name']}", flush=True)
         case, layout = Case(**task["case"]), parse_layout(task["layout"])
-        engine = build(case, layout, request["device"])
+        engine, trace = build(case, layout, request["device"]), Trace()
+        if request.get("trace"):
+            trace.attach(engine)
         result = train(case, engine, Path(task["start"]))
+        if request.get("trace"):
+            trace.save(folder / task["name"], dist.get_rank())
         save_weights(engine, folder / task["name"])
         if dist.get_rank() == 0:
             (folder / f"{task['name']}.json").write_text(json.dumps(result.as_dict()))
