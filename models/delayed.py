@@ -107,17 +107,30 @@ def state_dict(modules: Modules) -> dict[str, dict[str, Any]]:
 def load_state_dict(
     modules: Modules, state: Mapping[str, Mapping[str, Any]], device: torch.device
 ) -> None:
-    """Take the histories of this process's layers from what `state_dict` gave, in any layout."""
+    """Take the histories of this process's layers from what `state_dict` gave, in any layout; an
+    operand that had none then has none afterwards."""
     for name, module in modules:
-        for slot, stored in state.get(name, {}).items():
+        saved = state.get(name, {})
+        for slot in module.delayed.keys() - saved.keys():
+            del module.delayed[slot]
+        for slot, stored in saved.items():
             gemm, operand, expert = slot.split(".")
             if not _is_local(module, int(expert)):
                 continue
             spec = module.recipe.spec(gemm, operand)
             if spec.format != "fp8_delayed":
                 continue
-            module.delayed[slot] = DelayedScaling(str(spec.element), device=device)
+            if slot not in module.delayed:
+                module.delayed[slot] = DelayedScaling(str(spec.element), device=device)
             module.delayed[slot].load_state_dict(stored)
+
+
+def drop_unused(modules: Modules) -> None:
+    """No history of operands that are not fp8_delayed now: a resumed run would have none either."""
+    for _, module in modules:
+        for slot in list(module.delayed):
+            if module.recipe.spec(*slot.split(".")[:2]).format != "fp8_delayed":
+                del module.delayed[slot]
 
 
 def _is_local(module: Any, expert: int) -> bool:

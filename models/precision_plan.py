@@ -36,6 +36,8 @@ class PrecisionPlan(PrecisionStages):
         before = self.active_steps
         self.consumed_samples = consumed_samples
         self._hand_out()
+        if self.active_steps != before:
+            delayed.drop_unused(self._bound)
         return [
             f"precision: {', '.join(step.gemms)} of layers {step.layers}, modules {step.modules} "
             f"to {step.recipe} from sample {(self.boundaries or [])[index]}"

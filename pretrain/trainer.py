@@ -21,7 +21,7 @@ from pretrain.checkpoint.manager import CheckpointManager, Found, Resumed, overr
 from pretrain.checkpoint.state import unwrap
 from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
-from pretrain.cuda_graph import leave_default_stream
+from pretrain.cuda_graph import StepGraph, leave_default_stream
 from pretrain.data.blend import RESOLUTION
 from pretrain.data.dataset import open_dataset, open_validation
 from pretrain.data.loader import BatchOptions, TrainLoader, ValidLoader
@@ -263,14 +263,14 @@ class Trainer:
         # With another sequence than the checkpoint's, and data.on_change=continue, the dataset has
         # been opened as its continuation.
         if not self.dataset.changes:
-            self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
+            self.checkpoints.fingerprints = self._fingerprints()
         resumed = self.checkpoints.resume(
             engine.chunks,
             engine.optimizer,
             engine.scheduler,
             resolved_config=mask_secrets(encode(self.config)),
         )
-        self.checkpoints.fingerprints = {"data": self.dataset.fingerprint}
+        self.checkpoints.fingerprints = self._fingerprints()
         if resumed is None:
             return None
         self._take_over(resumed)
@@ -279,8 +279,17 @@ class Trainer:
                 log.warning("%s", note)
         return self.state.step or None
 
+    def _fingerprints(self) -> dict[str, str]:
+        """What a checkpoint and a start that continues it must agree on, besides settings."""
+        found, data = {"data": self.dataset.fingerprint}, self.config.data
+        if data.isolate_documents or data.reset_position_ids:
+            found["division into documents"] = self.dataset.division()
+        return found
+
     def _take_over(self, resumed: Resumed) -> None:
         self.engine.precision_state.weights_changed()
+        if isinstance(self.engine.graph, StepGraph):  # delayed scales that it knows may be gone
+            self.engine.graph.forget()
         if resumed.extra:
             self.state = TrainState(**resumed.extra["train_state"])
             self.engine.plan.load_state_dict(resumed.extra["precision"])

@@ -18,7 +18,8 @@ class DelayedScaling:
 
     Within a step pass `amax` to quantize() and what the tensor really had to `observe`. At the
     end of the step, once the group has reduced `history[0]`, call `update`: the scale becomes
-    (largest element / amax) / 2**margin, and stays what it was when that amax is 0 or not finite.
+    (largest element / amax) / 2**margin, and stays what it was when that amax is 0. An amax that is
+    not finite counts as none: kept, it would hold the scale for as long as the history goes back.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class DelayedScaling:
 
     def update(self) -> None:
         """End of a step: choose the next amax, roll the history, clear the slot in use."""
-        chosen = self.history.max() if self.algorithm == "max" else self.history[0].clone()
-        good = torch.isfinite(chosen) & (chosen > 0)
         # In place: recorded launches know where they are.
-        self._used.copy_(torch.where(good, chosen, self._used))
+        newest = self.history[0]
+        newest.copy_(torch.where(torch.isfinite(newest), newest, 0.0))
+        chosen = self.history.max() if self.algorithm == "max" else newest
+        self._used.copy_(torch.where(chosen > 0, chosen, self._used))
         self.history.copy_(self.history.roll(-1))
         self.history[0] = 0.0
 
@@ -73,5 +75,5 @@ class DelayedScaling:
                 f"the saved amax history has {state['history'].numel()} steps, this one "
                 f"{self.history.numel()}: set history_length to the saved number"
             )
-        self.history = state["history"].to(self.history).clone()
-        self._used = state["used"].to(self.history).clone()
+        self.history.copy_(state["history"])
+        self._used.copy_(state["used"])

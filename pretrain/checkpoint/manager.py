@@ -264,8 +264,14 @@ class CheckpointManager:
         if not whole:
             return None
         self._found, self._searched = Found(whole[0], step_of(whole[0]) or 0), True
+        self._known = {step for step in self._known if step <= self._found.step}
         scheduler.num_steps = 0  # its load_state_dict counts on from there
-        return self.resume(chunks, optimizer, scheduler, resolved_config=resolved_config)
+        # This start has accepted it, or has written it: its data may be those before a change.
+        kept, self.fingerprints = self.fingerprints, {}
+        try:
+            return self.resume(chunks, optimizer, scheduler, resolved_config=resolved_config)
+        finally:
+            self.fingerprints = kept
 
     # ---- save
 

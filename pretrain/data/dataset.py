@@ -136,6 +136,11 @@ class Dataset:
             "segments": [segment.model_dump(mode="json") for segment in self.segments],
         }
 
+    def division(self) -> str:
+        """Digest of where the documents of all sources begin, for runs that keep them apart."""
+        text = "|".join(shards.manifest.division() for shards in self.shards)
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
     def check_state(self, state: dict[str, Any]) -> int:
         """Consumed samples of a saved state. Raises DataError when the sequence is another one."""
         if state["fingerprint"] != self.fingerprint:

@@ -76,6 +76,11 @@ class Manifest(BaseModel):
             digest.update(f"|{shard.tokens},{shard.dtype},{shard.bin_checksum}".encode())
         return f"sha256:{digest.hexdigest()}"
 
+    def division(self) -> str:
+        """Digest of where documents begin: samples do not depend on it, isolated documents do."""
+        text = "|".join(shard.idx_checksum for shard in self.shards)
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
     def token_ends(self) -> np.ndarray:
         """int64[shards]: tokens up to and with each shard."""
         return np.cumsum(np.array([shard.tokens for shard in self.shards], dtype=np.int64))

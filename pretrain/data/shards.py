@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pretrain.data.manifest import ITEM_SIZES, DataError, Manifest, ShardInfo
+from pretrain.data.manifest import ITEM_SIZES, DataError, Manifest, ShardInfo, file_checksum
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
@@ -148,8 +148,14 @@ class _OpenShard:
 
     def document_starts(self) -> np.ndarray:
         if self._starts is None:
-            index = read_index(idx_path(self.prefix))
-            check_index_against(str(idx_path(self.prefix)), index, self.info)
+            path = idx_path(self.prefix)
+            index = read_index(path)
+            check_index_against(str(path), index, self.info)
+            if file_checksum(path) != self.info.idx_checksum:
+                raise DataError(
+                    f"an index must be the one that was described; {path}: its checksum is not the "
+                    "manifest's: restore it, or index the folder again"
+                )
             self._starts = index.document_starts()
         return self._starts
 

@@ -2,6 +2,7 @@
 """Delayed FP8 scales belong to a run: shared by ranks, kept in checkpoints, left by evaluation."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ def folder(tmp_path_factory):
     return make_toy(tmp_path_factory.mktemp("toy"))
 
 
-def write(folder: Path, tmp_path: Path, name: str, **train: int) -> Path:
+# A while without: what the scales were before it is forgotten, whether the run stops in it or not.
+PAUSE = [
+    {"from": 0.3, "gemms": ["fprop", "dgrad"], "recipe": "fp8_blockwise"},
+    {"from": 0.7, "gemms": ["fprop", "dgrad"], "recipe": "fp8_delayed"},
+]
+
+
+def write(folder: Path, tmp_path: Path, name: str, schedule=(), **train: int) -> Path:
     sections = {
         "run": {"dir": str(tmp_path / "runs"), "name": name},
         "train": {
@@ -28,7 +36,7 @@ def write(folder: Path, tmp_path: Path, name: str, **train: int) -> Path:
             "micro_batch_size": 2,
             **train,
         },
-        "precision": {"recipe": "fp8_delayed"},
+        "precision": {"recipe": "fp8_delayed", "schedule": list(schedule)},
     }
     path = tmp_path / f"{name}.yaml"
     path.write_text(yaml.safe_dump(toy_config(folder, "*E", **sections)))
@@ -40,11 +48,15 @@ def losses(tmp_path: Path, name: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
 
 
-def test_a_resumed_run_has_the_scales_of_an_unstopped_one(folder, tmp_path):
+@pytest.mark.parametrize("schedule", [(), PAUSE], ids=["always", "with a pause"])
+def test_a_resumed_run_has_the_scales_of_an_unstopped_one(folder, tmp_path, schedule):
     """Evaluation in between changes nothing; the scales do move, so that this could fail."""
-    assert main([str(write(folder, tmp_path, "whole", eval_interval=3))]) == 0
-    cut = str(write(folder, tmp_path, "cut"))
-    assert main([cut, "train.steps=4"]) == 0
+    whole = write(folder, tmp_path, "whole", schedule, eval_interval=3)
+    assert main([str(whole), "checkpoint.interval=4", "checkpoint.keep_last=0"]) == 0
+    cut = str(write(folder, tmp_path, "cut", schedule))
+    runs = tmp_path / "runs"
+    shutil.copytree(runs / "whole", runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "step_00000008")
     assert main([cut]) == 0
     whole = losses(tmp_path, "whole")
     assert sorted(whole) == list(range(1, 9))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad steps: found, explained, skipped, rolled back or stopped at; a spike is told from noise."""
 
+import copy
 import json
 import math
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from pretrain.data.skips import Skips
 from pretrain.initialize import shut_down
 from pretrain.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.toy import make_toy, toy_config
+from tests.toy import make_toy, toy_config, write_toy_data
 
 POISON = "layers.1.mlp.linear_fc2"
 BAD_STEP, BATCH = 4, 8
@@ -69,7 +70,7 @@ def trained(folder, tmp_path, name, poison=(), recipe="bf16", **sections):
             "dtype": "fp32" if recipe == "bf16" else "bf16",
             **sections.pop("train", {}),
         },
-        precision={"recipe": recipe},
+        precision={"recipe": recipe, **sections.pop("precision", {})},
         **sections,
     )
     config = make_config(data)
@@ -118,16 +119,23 @@ def test_what_does_not_appear_again_is_called_transient(folder, tmp_path):
     assert "no operand of a GEMM" in skip["cause"]
 
 
-def test_a_rollback_is_the_run_that_left_the_batch_out(folder, tmp_path):
-    """Bitwise; and a later start knows what was left out."""
-    options = {"checkpoint": {"interval": 2}}
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_a_rollback_is_the_run_that_left_the_batch_out(folder, tmp_path, recipe):
+    """Bitwise; and a later start knows what was left out. In 4 bits the bad step is also the first
+    one with delayed scales, of which the checkpoint before it knows none."""
+    stage = {"from": 0.4, "gemms": ["fprop"], "recipe": "fp8_delayed"}
+    options = {
+        "recipe": recipe,
+        "checkpoint": {"interval": 2},
+        "precision": {"schedule": [stage] if recipe == "nvfp4" else []},
+    }
     losses, events, run = trained(
         folder,
         tmp_path,
         "back",
         [Poison()],
         train={"bad_steps": {"policy": "rollback"}},
-        **options,
+        **copy.deepcopy(options),
     )
     (rollback,) = [event for event in events if event["event"] == "rollback"]
     assert (rollback["step"], rollback["bad_step"]) == (2, BAD_STEP)
@@ -139,6 +147,25 @@ def test_a_rollback_is_the_run_that_left_the_batch_out(folder, tmp_path):
     ]
     assert (state["skip"], state["rollbacks"]) == ([[24, 31]], 1)
     assert state["consumed_samples"] == 8 * BATCH, "one batch more than was trained on"
+
+
+def test_a_rollback_to_before_the_data_changed(folder, tmp_path):
+    """The newest checkpoint is that of the start, which was made with the former data."""
+    write_toy_data(tmp_path / "more", documents=40, seed=9)
+    trained(folder, tmp_path, "turn", train={"steps": 3})
+    sources = [{"path": str(folder / "train")}, {"path": str(tmp_path / "more")}]
+    losses, events, _ = trained(
+        folder,
+        tmp_path,
+        "turn",
+        [Poison()],
+        data={"train": sources, "on_change": "continue"},
+        train={"bad_steps": {"policy": "rollback"}},
+    )
+    (rollback,) = [event for event in events if event["event"] == "rollback"]
+    assert (rollback["step"], rollback["bad_step"]) == (3, BAD_STEP)
+    assert sorted(losses) == list(range(1, 8))
+    assert all(math.isfinite(loss) for loss in losses.values())
 
 
 @pytest.mark.parametrize(

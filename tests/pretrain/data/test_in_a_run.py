@@ -4,6 +4,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import yaml
 
@@ -12,8 +13,10 @@ import pretrain.train_step
 import pretrain.trainer
 from pretrain.__main__ import main
 from pretrain.data import DataConfig, open_dataset
-from tests.toy import SEQ_LENGTH, make_toy, toy_config
-from tools import data
+from pretrain.data.shards import read_index
+from pretrain.data.writer import index_bytes
+from tests.toy import SEQ_LENGTH, VOCAB, make_toy, toy_config
+from tools import data, preprocess
 
 SIZES = [4, 4, 8, 8]
 
@@ -206,3 +209,27 @@ def test_another_sequence_length_is_refused_or_goes_on(trained, capfd, caplog, m
 
 def read_by(dataset, samples):
     return [dataset.place(i)[1] + k for i in samples for k in range(dataset.seq_length)]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_documents_that_begin_elsewhere_are_refused_where_they_are_kept_apart(
+    tmp_path, capfd, isolate
+):
+    """The tokens and their order are the same; only runs that keep documents apart see the cut."""
+    sections = {
+        "train": {"steps": 1, "dtype": "fp32"},
+        "data": {"train": str(tmp_path / "train"), "isolate_documents": isolate},
+    }
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(toy_config(make_toy(tmp_path), "*-", **sections)))
+    assert main([str(config)]) == 0
+    capfd.readouterr()
+    index = read_index(tmp_path / "train" / "shard-000.idx")
+    lengths = [int(index.lengths[:2].sum()), *index.lengths[2:].tolist()]
+    joined = index_bytes(np.array(lengths), index.dtype)
+    (tmp_path / "train" / "shard-000.idx").write_bytes(joined)
+    assert preprocess.main(["index", str(tmp_path / "train"), "--vocab-size", str(VOCAB)]) == 0
+    assert main([str(config), "train.steps=2"]) == (2 if isolate else 0)
+    said = capfd.readouterr().err
+    assert ("the division into documents is not the checkpoint's" in said) == isolate
+    assert "Traceback" not in said

@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from pretrain.data.manifest import DataError, load_manifest, save_manifest
 from pretrain.data.shards import ShardSet, read_index
 from pretrain.data.stats import bits, token_counts, unigram_entropy
-from pretrain.data.writer import describe_folder, token_dtype
+from pretrain.data.writer import describe_folder, index_bytes, token_dtype
 from tests.pretrain.data.shard_folders import documents, write_folder
 
 
@@ -159,6 +159,19 @@ def test_a_stale_manifest_is_found(tmp_path):
     save_manifest(tmp_path, manifest.model_copy(update={"shards": [first, *manifest.shards[1:]]}))
     with pytest.raises(DataError, match="manifest is stale"):
         ShardSet(tmp_path, load_manifest(tmp_path)).document_starts(0, 10)
+
+
+def test_an_index_with_other_documents_is_found(tmp_path):
+    """As many tokens and documents as before: its checksum alone tells."""
+    manifest = write_folder(tmp_path, documents(40), num_shards=1)
+    index = read_index(tmp_path / "shard_00000.idx")
+    moved = index.lengths.astype(np.int64)
+    moved[:2] += (1, -1)
+    assert moved.min() > 0
+    (tmp_path / "shard_00000.idx").write_bytes(index_bytes(moved, index.dtype))
+    shards = ShardSet(tmp_path, manifest)
+    with pytest.raises(DataError, match=r"shard_00000.idx: its checksum is not the manifest's"):
+        shards.document_starts(0, 10)
 
 
 def test_a_missing_folder_and_a_parent_folder_are_explained(tmp_path):
