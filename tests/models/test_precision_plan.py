@@ -128,7 +128,8 @@ def test_modules_get_their_recipes_and_lose_their_codes_when_it_changes(shape):
     plan = late_forward(shape, layers="0")
     state = PrecisionState(seed=3)
     modules = {
-        m.name: SimpleNamespace(recipe=None, weight_codes=WeightCodes()) for m in plan.modules
+        m.name: SimpleNamespace(recipe=None, weight_codes=WeightCodes(), delayed={})
+        for m in plan.modules
     }
     plan.bind(modules.items(), state)
     for module in modules.values():

@@ -19,7 +19,6 @@ from pretrain.checkpoint import safe as checkpoint_safe
 from pretrain.checkpoint.io import file_entry
 from pretrain.checkpoint.layout import COMPLETE, LATEST, MANIFEST, STATE, read_manifest, seal
 from pretrain.checkpoint.manager import UnsafeCheckpoint, find_latest
-from pretrain.config_file import encode
 from tests.pretrain.checkpoint_trial import open_trial, own_group, run
 from tests.pretrain.disk import Disk, lay_out
 
@@ -486,21 +485,6 @@ def test_saving_a_step_twice_writes_once(copied):
     trial.save()
     assert mark.stat().st_mtime_ns == before
     trial.manager.close()
-
-
-def test_a_step_that_comes_again_after_a_rollback_is_written_again(straight, copied):
-    """The checkpoint that the rollback passed over is damaged: it must not count as saved."""
-    trial = open_trial(copied, {"checkpoint": {"interval": 1, "keep_last": 0}})
-    trial.resume()
-    flip(step_dir(copied, STEPS) / "__0_0.distcp")
-    resumed = trial.manager.roll_back(
-        trial.chunks, trial.optimizer, trial.scheduler, resolved_config=encode(trial.config)
-    )
-    trial.done = resumed.step
-    assert [trial.done, trial.step()] == [STEPS - 1, straight[1]["losses"][STEPS - 1]]
-    trial.save()
-    trial.manager.close()
-    assert find_latest(copied).step == STEPS
 
 
 def test_the_state_file_is_readable_text(straight):

@@ -11,8 +11,9 @@ import torch
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint import io as checkpoint_io
-from pretrain.checkpoint.layout import MANIFEST
+from pretrain.checkpoint.layout import MANIFEST, STATE
 from pretrain.checkpoint.manager import CheckpointError, find_latest
+from pretrain.config_file import encode
 from tests.pretrain.checkpoint_trial import open_trial, own_group
 
 
@@ -211,3 +212,21 @@ def test_abort_stops_the_writer(tmp_path):
     process.join(10)
     assert not process.is_alive()
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_step_that_comes_again_after_a_rollback_is_written_again(tmp_path):
+    """The checkpoint that the rollback passed over is damaged: it must not count as saved."""
+    trial = open_trial(tmp_path, {"checkpoint": {"keep_last": 0}})
+    trial.step()
+    trial.save()
+    loss = trial.step()
+    trial.save()
+    (step_dir(tmp_path, 2) / STATE).write_text("{}")
+    resumed = trial.manager.roll_back(
+        trial.chunks, trial.optimizer, trial.scheduler, resolved_config=encode(trial.config)
+    )
+    trial.done = resumed.step
+    assert (trial.done, trial.step()) == (1, loss)
+    trial.save()
+    trial.manager.close()
+    assert find_latest(tmp_path).step == 2
