@@ -113,6 +113,18 @@ def compare(
     return notes
 
 
+def model_notes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings of the model that differ where weights alone are taken: allowed, but said."""
+    old, new = (flatten({"model": dict(config.get("model") or {})}) for config in (saved, now))
+    return [
+        f"changed {key}: {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+        and kind_of(key) == "fixed"
+        and not (key == PATTERN and _layers(old.get(key)) == _layers(new.get(key)))
+    ]
+
+
 def rows_problem(checkpoint: str, theirs: int, own: int) -> str:
     """What to do where embedding or head of a checkpoint has `theirs` rows, and the model `own`."""
     return (

@@ -36,7 +36,7 @@ import torch
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.agree import on_all, on_first
-from pretrain.checkpoint.compare import compare, override_config
+from pretrain.checkpoint.compare import compare, model_notes, override_config
 from pretrain.checkpoint.config import CheckpointConfig, Found, Resumed, find_latest
 from pretrain.checkpoint.io import (
     CheckpointError,
@@ -215,13 +215,14 @@ class CheckpointManager:
             return None
         state = load_json(found.path / STATE)
         if found.parts == "model":
-            checkpoint_state.load_sharded(found.path, chunks, None)
+            checkpoint_state.load_sharded(found.path, chunks, None, whole=True)
             if self.average is not None:
                 self.average.restart()
             if optimizer is not None:
                 optimizer.reload_model_params()
             notes = [
-                f"weights of {found.path} (step {found.step}); optimizer and step start afresh"
+                f"weights of {found.path} (step {found.step}); optimizer and step start afresh",
+                *model_notes(state["config"], resolved_config),
             ]
             return Resumed(0, found.path, {}, state["config"], notes)
         if "optimizer" not in state["parts"] and optimizer is not None:

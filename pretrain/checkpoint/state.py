@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch.distributed.checkpoint import CheckpointException
 
+from pretrain.checkpoint.agree import on_all
 from pretrain.checkpoint.compare import rows_problem
 from pretrain.checkpoint.io import CheckpointError, dump_json, load_json, write_durably
 from pretrain.checkpoint.layout import rng_name
@@ -134,7 +135,8 @@ def load_sharded(
     hyper = _hyperparameters(optimizer)
     held = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
     state = sharded_state(chunks, optimizer, loading=True, average=average if held else None)
-    if whole and (left := _left_over(index.state_dict_metadata, state)):
+    asked = set().union(*on_all(lambda: _asked(state))) if whole else set()
+    if whole and (left := _left_over(index.state_dict_metadata, asked)):
         raise CheckpointError(
             f"{folder} holds {len(left)} weights that this model has no place for, such as "
             f"{left[0]}: it is another model's; give the model section that it was trained with"
@@ -168,8 +170,8 @@ def load_sharded(
 _WEIGHTS = ("embedding.", "decoder.", "mtp.", "output_layer.")
 
 
-def _left_over(held: Iterable[str], state: dict[str, Any]) -> list[str]:
-    """Weights of a checkpoint that a sharded state dict does not ask for."""
+def _asked(state: dict[str, Any]) -> set[str]:
+    """Keys that a sharded state dict asks a checkpoint for."""
     asked: set[str] = set()
 
     def walk(value: Any) -> None:
@@ -180,6 +182,11 @@ def _left_over(held: Iterable[str], state: dict[str, Any]) -> list[str]:
             asked.add(value.key)
 
     walk(state)
+    return asked
+
+
+def _left_over(held: Iterable[str], asked: set[str]) -> list[str]:
+    """Weights of a checkpoint that no rank asks for."""
     found: list[str] = []
     for name in held:
         parts = name.split(".")  # what is saved in parts has the name of the whole in front

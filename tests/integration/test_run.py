@@ -247,6 +247,21 @@ def test_a_checkpoint_of_another_vocabulary(folder, tmp_path, capfd):
     assert max(row["loss"] for row in _rows(tmp_path / "toy")[-3:] if "loss" in row) < 5.0
 
 
+def test_weights_of_another_model_are_refused(folder, tmp_path, capfd, caplog):
+    """What the model has no place for is not left out; a setting that may differ is said."""
+    data = toy_config(folder, "*-*-", run={"dir": str(tmp_path)}, train={"steps": 1})
+    good = str(_write(tmp_path / "run.yaml", data))
+    assert main([good]) == 0
+    load = ["run.name=other", f"checkpoint.load={tmp_path / 'toy'}", "checkpoint.load_parts=model"]
+    said = _fails(capfd, good, *load, "model.pattern=*-")
+    assert "such as decoder.layers.2.input_layernorm.weight: it is another model's" in said
+    said = _fails(capfd, good, *load, "model.megatron.qk_layernorm=false")
+    assert "holds 4 weights that this model has no place for" in said
+    assert main([good, *load, "model.rotary_base=500000"]) == 0
+    said = capfd.readouterr().err + caplog.text
+    assert "changed model.rotary_base: 10000.0 -> 500000.0" in said
+
+
 def test_a_run_that_only_skips_gives_up_with_status_2(folder, tmp_path, capfd):
     data = toy_config(
         folder,
