@@ -74,9 +74,11 @@ def _needed(pattern: Pattern, values: dict[str, Any]) -> list[str]:
     if pattern.has("E") and not experts:
         problems.append("model.megatron.num_moe_experts is needed for layers of experts (E)")
     if experts and not pattern.has("E"):
+        others = sorted(key for key in values if key.startswith("moe_"))
         problems.append(
             f"model.megatron.num_moe_experts is {experts}, but model.pattern has no layer of "
-            "experts; add E layers, or remove it and all moe_* settings (KEY=null)"
+            "experts; add E layers, or remove it from the run file"
+            + (f", and with it {', '.join(others)}" if others else "")
         )
     return problems
 

@@ -2,11 +2,14 @@
 """What the tools' command lines share: quiet packages, and refusals in words."""
 
 import logging
+import os
+import signal
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from fused_ops.errors import ConfigError
 
@@ -92,6 +95,18 @@ def seed_problems(seed: int) -> list[str]:
     if -(2**62) <= seed < 2**62:
         return []
     return [f"--seed must be between -2^62 and 2^62; got {seed}; choose a smaller number"]
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Ends the program with `main`'s exit status; quietly where who reads its output has gone
+    (`... | head`), as other programs end then."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
 
 
 def refused(error: Exception) -> int:

@@ -12,12 +12,11 @@ compare.png and compare.html (self-contained) into --output.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import folder_problems, prepare, refused
+from pretrain.command_line import folder_problems, prepare, refused, run_program
 
 REFERENCE = Path(__file__).resolve().parent.parent / "examples" / "study" / "reference"
 
@@ -103,4 +102,4 @@ def _check(options: argparse.Namespace, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -5,7 +5,7 @@
     python -m tools.convert export CKPT_DIR HF_DIR     the newest checkpoint becomes a folder
     python -m tools.convert verify CKPT_DIR HF_DIR     whether the two are one model
     python -m tools.convert inspect DIR [--verify]     what either holds
-    python -m tools.convert average CKPT_DIR CHECKPOINT...        the mean of their weights
+    python -m tools.convert average NEW CHECKPOINT...             the mean of their weights
     python -m tools.convert upcycle CKPT_DIR NEW --experts N      dense MLPs become experts
 
 Every import and export ends with a proof: each tensor used once and made once, values equal, and
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import prepare, refused, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,7 +228,14 @@ def _average(options: argparse.Namespace) -> int:
     if options.last is not None:
         if len(sources) != 1:
             raise ConfigError(f"--last takes one checkpoints folder; got {len(sources)} paths")
-        sources = candidates(sources[0])[: options.last]
+        if options.last < 2:
+            raise ConfigError(f"--last must be at least 2; got {options.last}")
+        sources = candidates(options.sources[0])[: options.last]
+        if len(sources) < 2:
+            raise ConfigError(
+                f"--last takes the newest of a run's checkpoints folder, at least 2; "
+                f"{options.sources[0]} holds {len(sources)}; it comes second, after the new folder"
+            )
     done = average([open_checkpoint(path) for path in sources], options.target)
     print(f"wrote {done}: the mean of {', '.join(path.name for path in sources)}")
     return 0
@@ -262,4 +269,4 @@ def _report(notes: list[str], verdict: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

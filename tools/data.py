@@ -13,12 +13,11 @@ ends, the tokenizer's fingerprint. CONFIG may be followed by section.key=value.
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import prepare, refused, run_program
 from pretrain.data.manifest import DataError, load_manifest
 from pretrain.data.stats import (
     bits,
@@ -288,4 +287,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused, seed_problems
+from pretrain.command_line import prepare, refused, run_program, seed_problems
 
 if TYPE_CHECKING:
     from models.generation.sampling import Sampling
@@ -143,4 +143,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

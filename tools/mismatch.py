@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import output_problems, prepare, refused, seed_problems
+from pretrain.command_line import output_problems, prepare, refused, run_program, seed_problems
 
 if TYPE_CHECKING:
     from pretrain.generation.mismatch_report import Question, Report
@@ -142,4 +142,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

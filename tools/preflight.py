@@ -9,13 +9,12 @@ and time for the run's tokens, with the source of every rate. Exit status 0, or 
 
 import argparse
 import logging
-import sys
 import warnings
 from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat, light_imports
-from pretrain.command_line import refused
+from pretrain.command_line import refused, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,10 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from pretrain.preflight_text import render
 
     try:
+        problems = []
         if options.gpu not in DEVICES:
-            raise ConfigError(f"--gpu is one of {', '.join(DEVICES)}; got {options.gpu!r}")
+            problems.append(f"--gpu is one of {', '.join(DEVICES)}; got {options.gpu!r}")
         if options.world_size is not None and options.world_size < 1:
-            raise ConfigError(f"--world-size must be at least 1; got {options.world_size}")
+            problems.append(f"--world-size must be at least 1; got {options.world_size}")
+        if problems:
+            raise ConfigError(problems)
         device = DEVICES[options.gpu]
         found = preflight(options.config, options.overrides, device, options.world_size)
     except ConfigError as error:
@@ -49,4 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -6,13 +6,12 @@ python -m tools.presets NAME     one, with its parts and its `model` section
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import yaml
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import prepare, refused, run_program
 
 DEFAULT_VOCAB = 32768
 
@@ -105,4 +104,4 @@ def _billions(count: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

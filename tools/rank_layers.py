@@ -14,13 +14,12 @@ precision.schedule the recipes are those that it begins with, whatever step the 
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import output_problems, prepare, refused
+from pretrain.command_line import output_problems, prepare, refused, run_program
 
 if TYPE_CHECKING:
     from pretrain.engine import Engine
@@ -141,4 +140,4 @@ def _check(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

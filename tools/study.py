@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import folder_problems, prepare, refused
+from pretrain.command_line import folder_problems, prepare, refused, run_program
 
 if TYPE_CHECKING:
     from pretrain.study.place import Places
@@ -196,4 +196,4 @@ def _place_problems(options: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -118,7 +118,9 @@ def _with_experts(
         problems.append(f"the model's pattern {old!r} has no '-' to become experts")
     if "E" in old or "/" in old:
         problems.append(f"only a dense model without prediction becomes experts; it is {old!r}")
-    if not 2 <= topk <= experts:
+    if experts < 2:
+        problems.append(f"--experts must be at least 2; got {experts}")
+    elif not 2 <= topk <= experts:
         problems.append(
             f"--topk must lie in 2 to --experts={experts} (the weights of one expert alone do not "
             f"add up to 1); got {topk}"

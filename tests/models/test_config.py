@@ -278,7 +278,12 @@ def test_stages():
         ("E", {"moe_router_topk": 9}, {}, "moe_router_topk 9 is more than"),
         ("E", {}, {"tensor_model_parallel_size": 2}, "sequence_parallel"),
         ("E", {"num_moe_experts": None}, {}, "num_moe_experts is needed"),
-        ("-", {"num_moe_experts": 4}, {}, "no layer of experts"),
+        (
+            "-",
+            {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1},
+            {},
+            "remove it from the run file, and with it moe_aux_loss_coeff, moe_router_topk",
+        ),
         ("E", {"moe_router_enable_expert_bias": True}, {}, "sigmoid"),
         ("M", {"mamba_num_heads": 9}, {}, "multiple of mamba_num_groups 2"),
         ("M", {}, {"tensor_model_parallel_size": 4}, "mamba_num_groups (2)"),

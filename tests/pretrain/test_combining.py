@@ -115,7 +115,7 @@ def test_the_average_leaves_as_a_model_folder(tmp_path):
     assert convert.main(words) == 1
 
 
-def test_average_of_checkpoints(run, tmp_path):
+def test_average_of_checkpoints(run, tmp_path, capsys):
     checkpoints = steps_of(run[1])
     path = average(checkpoints, tmp_path / "mean", show=False)
     mean = open_checkpoint(path)
@@ -132,6 +132,15 @@ def test_average_of_checkpoints(run, tmp_path):
     assert (found - expected).abs().max() < 3e-7 * expected.abs().max()
     with pytest.raises(ConfigError, match="at least 2"):
         average(checkpoints[:1], tmp_path / "x")
+    capsys.readouterr()
+    for swapped in (
+        [words[2], words[1], "--last", "1"],
+        [words[2], str(tmp_path / "new"), *words[3:]],
+    ):
+        assert convert.main(["average", *swapped]) == 2
+    said = capsys.readouterr().err
+    assert "--last must be at least 2; got 1" in said
+    assert f"{tmp_path / 'new'} holds 0; it comes second, after the new folder" in said
 
 
 def test_a_dense_model_becomes_experts(tmp_path, capsys):
@@ -160,3 +169,5 @@ def test_a_dense_model_becomes_experts(tmp_path, capsys):
     assert open_checkpoint(tmp_path / "half").section.pattern == "*-*E"
     assert convert.main([*words[:2], str(tmp_path / "no"), "--experts", "4", "--topk", "1"]) == 2
     assert "--topk must lie in 2 to --experts=4" in capsys.readouterr().err
+    assert convert.main([*words[:2], str(tmp_path / "no"), "--experts", "-8"]) == 2
+    assert "--experts must be at least 2; got -8" in capsys.readouterr().err

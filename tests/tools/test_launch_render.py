@@ -149,8 +149,10 @@ def test_a_secret_of_the_environment_is_never_rendered(monkeypatch, tmp_path):
 
 
 def test_mistakes_on_the_command_line(capsys, tmp_path):
-    assert main(["render", "pytorchjob", RUN, "--nodes", "16"]) == 2
-    assert "--image must name" in capsys.readouterr().err
+    assert main(["render", "pytorchjob", RUN, "--nodes", "16", "train.stpes=1"]) == 2
+    said = capsys.readouterr().err
+    assert "--image must name" in said
+    assert "did you mean train.steps" in said
     assert main(["check", str(tmp_path / "none.yaml")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main([]) == 2

@@ -46,6 +46,7 @@ def test_problems_are_exit_status_2(run_file, capsys):
     [
         (["--gpu", "h900"], "--gpu is one of h200, b200, gb300; got 'h900'"),
         (["--world-size", "0"], "--world-size must be at least 1; got 0"),
+        (["--world-size", "0", "--gpu", "h900"], "got 'h900'\nerror: --world-size must be"),
         (["model.presets=x"], "did you mean"),
         (["model.pattern=*-*X"], "'X' is not a layer"),
     ],

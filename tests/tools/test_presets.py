@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of presets as a user sees it."""
 
+import os
+import signal
+import subprocess
+import sys
+
 from tools import presets
 
 
@@ -10,6 +15,16 @@ def test_all_presets_with_sizes_and_flops(capsys):
     assert lines["llama3-8b"][1:7] == ["64", "4096", "8192", "128256", "8.03B", "8.03B"]
     assert lines["moe-30m"][4] == "data"
     assert lines["qwen3-30b-a3b"][5:7] == ["30.53B", "3.35B"]
+
+
+def test_a_reader_that_leaves_is_no_crash():
+    """`... | head -1`: who reads the list has gone before all of it is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tools.presets"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_one_preset_with_its_parts(capsys):

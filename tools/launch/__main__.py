@@ -120,10 +120,15 @@ def _render(chosen: argparse.Namespace) -> int:
     from tools.launch.job import Options, read_job
     from tools.launch.manifests import render_pytorch_job, render_train_job
 
-    if chosen.kind != "slurm" and not chosen.image:
-        raise ConfigError("--image must name the container image; there is no default; add it")
+    no_image = chosen.kind != "slurm" and not chosen.image
+    problems = ["--image must name the container image; there is no default; add it"] * no_image
     options = Options(**{f.name: getattr(chosen, f.name) for f in fields(Options)})
-    job = read_job(chosen.config, chosen.overrides, options)
+    try:
+        job = read_job(chosen.config, chosen.overrides, options)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     writers = {
         "pytorchjob": render_pytorch_job,
         "trainjob": render_train_job,
