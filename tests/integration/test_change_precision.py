@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from pretrain.__main__ import main
+from tests.distributed import run_distributed
 from tests.integration.test_resume import losses
 from tests.toy import make_toy, toy_config
 
@@ -81,3 +82,49 @@ def test_a_switch_stays_where_it_was_after_a_resume(tmp_path):
         assert main([*command("switched", [late]), *changes]) == 0
         again = losses(tmp_path / "runs" / name)
         assert [again[n] for n in (HALF + 2, WHOLE)] == [switched[n] for n in (HALF + 2, WHOLE)]
+
+
+@pytest.mark.slow
+def test_stages_in_another_layout(tmp_path):
+    """A checkpoint of TP in the middle of a stage goes on under PP with recomputation and under DP:
+    the step of the checkpoint's stage and the first of the next are those of the run itself."""
+    data, steps = make_toy(tmp_path / "data"), 5
+    schedule = [
+        {"from": 0.4, "gemms": ["fprop"], "recipe": "mxfp8"},
+        {"from": 0.8, "gemms": ["fprop"], "recipe": "bf16"},
+    ]
+    whole = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+    def run(name, parallel, megatron, stages=schedule, **checkpoint):
+        values = toy_config(
+            data,
+            "M-*-",
+            run={"dir": str(tmp_path / "runs"), "name": name},
+            train={"steps": steps, "global_batch_size": 8, "micro_batch_size": 2},
+            optimizer={"eps": 1e-3},  # an update is no sign of a gradient's rounding
+            precision={"recipe": "nvfp4_fast", "schedule": stages},
+            checkpoint={"interval": 3, "keep_last": 0, **checkpoint},
+            parallel=parallel,
+        )
+        values["model"]["megatron"] |= {"mamba_num_heads": 32, "mamba_head_dim": 8, **megatron}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        run_distributed(["-m", "pretrain", str(path)], 2, timeout=240)
+        return [losses(tmp_path / "runs" / name, what) for what in ("loss", "grad_norm")]
+
+    cut = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    here = {"load": f"{tmp_path}/runs/cut/checkpoints/step_{3:08d}"}
+    expected, never = run("cut", cut, {}), run("never", cut, {}, stages=[])
+    for name, parallel, megatron in (
+        ("stages", {"pipeline_model_parallel_size": 2}, whole),
+        ("replicas", {}, {}),
+    ):
+        for found, own, other in zip(run(name, parallel, megatron, **here), expected, never):
+            assert sorted(found) == [4, 5]
+            for step, value in found.items():
+                assert value == pytest.approx(own[step], rel=1e-5), (name, step)
+                assert value != pytest.approx(other[step], rel=1e-4), (name, step)
