@@ -177,7 +177,7 @@ def _whole(parts: list[tuple[Any, Piece]], like: Tensor) -> Tensor:
         rows, columns = _index(piece.rows, like.shape[0]), _index(piece.columns, like.shape[1])
         there = full[rows[:, None], columns]
         if not bool((there.isnan() | (there == part)).all()):
-            raise _Fault("ranks that hold the same part of the tensor hold other values")
+            raise _Fault("ranks name the same place of the tensor and hold other values there")
         full[rows[:, None], columns] = part.to(like.dtype)
     if bool(full.isnan().any()):
         raise _Fault("the ranks' parts, at the places they name, are not the whole tensor")

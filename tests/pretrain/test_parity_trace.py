@@ -59,6 +59,7 @@ def register():
 PLAIN = [
     ("rows", "tp2", "fp32"), ("rows", "tp2sp", "fp32"), ("rows", "tp2sp", "bf16"),
     ("rows", "cp2", "fp32"), ("eden", "tp2sp", "fp32"), ("eden", "cp2", "bf16"),
+    ("nvfp4_fast_a8", "cp2", "fp32"),
 ]  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def no_sum():
 
 
 AMAX, OTHER = "another amax", "are not those that one process"
-COPIES = "the same part of the tensor hold other values"
+COPIES = "the same place of the tensor and hold other values"
 # What is wrong, in which layout, and what is said of which operand.
 FAULTS = {
     "places of dgrad.dy": (lambda: at_start("dgrad.dy"), "tp2", "dgrad.dy", COPIES),
@@ -161,12 +162,11 @@ def said(tmp_path_factory):
     folder, pattern = tmp_path_factory.mktemp("trace"), "M*"
     starts = {dtype: str(folder / dtype) for dtype in ("fp32", "bf16")}
     one = {}
-    for dtype, place in starts.items():
-        for recipe in ("rows", "eden"):
-            case = read_case(pattern, f"{recipe}:{dtype}", 1)
-            if not Path(place).exists():
-                save_weights(build(case, ONE_PROCESS, "cpu"), Path(place))
-            one[recipe, dtype] = traced(case, "dp1", place)
+    for recipe, dtype in dict.fromkeys((recipe, dtype) for recipe, _, dtype in PLAIN):
+        case, place = read_case(pattern, f"{recipe}:{dtype}", 1), starts[dtype]
+        if not Path(place).exists():
+            save_weights(build(case, ONE_PROCESS, "cpu"), Path(place))
+        one[recipe, dtype] = traced(case, "dp1", place)
     return run_distributed(two_ranks, 2, timeout=500, args=(starts, pattern)), one
 
 
@@ -174,6 +174,7 @@ def said(tmp_path_factory):
 def test_ranks_quantize_as_one_process_would(said, plain):
     """Codes, scales and amaxes of in_proj, out_proj, qkv and proj: forward, both gradients.
 
+    Samples are of several documents, which the layers keep apart.
     BF16 activations differ by their own rounding: codes are held to them, and they to nothing.
     """
     ranks, one = said
