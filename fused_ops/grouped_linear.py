@@ -90,12 +90,18 @@ def _experts(call: LinearCall, count: int) -> list[LinearCall]:
 
 
 def _amaxes(call: LinearCall, name: str, parts: Sequence[Tensor], columns: bool) -> list[Any]:
-    """Each expert's amax, reduced over ranks all at once; None where the recipe needs none."""
+    """Each expert's amax, reduced over ranks all at once; None where the recipe needs none.
+
+    Also of experts without tokens here: other ranks may have some, and wait for this one.
+    """
     spec = call.spec(name)
-    if not has_shared_amax(spec) or spec.row_scaled:
+    if not has_shared_amax(spec):
         return [None] * len(parts)
-    own = torch.stack([amax_of(call, name, part, columns=columns) for part in parts])
-    return list(call.comm.reduce_amax(name, own))
+    own = [amax_of(call, name, part, columns=columns) for part in parts]
+    if spec.row_scaled:  # ranks that share these rows hold as many of each expert
+        rows = call.comm.reduce_amax(name, torch.cat(own))
+        return list(rows.split([len(amax) for amax in own]))
+    return list(call.comm.reduce_amax(name, torch.stack(own)))
 
 
 class _GroupedLinear(torch.autograd.Function):

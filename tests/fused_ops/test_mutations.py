@@ -186,8 +186,8 @@ MUTATIONS = [
     ),
     Mutation(
         "per_expert_amax_without_offset", "grouped_linear.py",
-        "    return list(call.comm.reduce_amax(name, own))\n",
-        "    return [call.comm.reduce_amax(name, own)[0]] * len(parts)\n",
+        "    return list(call.comm.reduce_amax(name, torch.stack(own)))\n",
+        "    return [call.comm.reduce_amax(name, torch.stack(own))[0]] * len(parts)\n",
         ("test_grouped_linear.py::test_experts_are_linear_layers_of_their_own[nvfp4]",
          "test_grouped_linear.py::test_error_of_each_expert_is_that_of_its_format[nvfp4]"),
     ),

@@ -10,8 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_ops.recipe import get_recipe
+from fused_ops.formats import OperandSpec
+from fused_ops.grouped_linear import grouped_linear
+from fused_ops.linear import LinearCall
+from fused_ops.recipe import GemmRecipe, get_recipe
 from models import prediction
+from models.comm import TensorParallelComm
 from models.config import ParallelConfig
 from models.parallel_linear import GemmModule
 from tests.distributed import run_distributed
@@ -44,6 +48,16 @@ LOCAL = (
     ("mxfp8", torch.bfloat16),
     ("nvfp4_pow2", torch.bfloat16),
     ("nvfp4_fwd_mxfp8_bwd", torch.bfloat16),
+)
+ROWS = OperandSpec(format="nvfp4", row_scaled=True)
+ROW_SCALES = GemmRecipe(
+    name="rows",
+    fprop_x=ROWS,
+    fprop_w=ROWS,
+    dgrad_dy=ROWS,
+    dgrad_w=ROWS,
+    wgrad_dy=ROWS,
+    wgrad_x=ROWS,
 )
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 CUT = 13
@@ -141,6 +155,31 @@ def one_token(parallel):
     return y.detach(), x.grad
 
 
+def uneven_experts(rank=None):
+    """Two experts whose tokens lie on two ranks, 48 and none of the first on this one and 16 of the
+    second; row scales: (y, dx, dw) of all tokens of an expert, or of a rank's."""
+    torch.manual_seed(4)
+    x, dy = torch.randn(80, 32), torch.randn(80, 64)
+    weight = torch.nn.Parameter(torch.randn(2, 64, 32))
+    places, counts, group = slice(0, 80), [48, 32], None
+    if rank is not None:
+        group = torch.distributed.group.WORLD
+        # Of the first expert all, and of the second half; or the rest.
+        places, counts = ((slice(0, 64), [48, 16]), (slice(64, 80), [0, 16]))[rank]
+    comm = TensorParallelComm(
+        kind="column",
+        recipe=ROW_SCALES,
+        expert_group=group,
+        weight_shape=(64, 32),
+        tokens=sum(counts),
+    )
+    call = LinearCall(recipe=ROW_SCALES, comm=comm)
+    x = x[places].clone().requires_grad_()
+    y = grouped_linear(x, weight, counts, call=call)
+    y.backward(dy[places])
+    return y.detach(), x.grad, weight.grad
+
+
 def masked_rank():
     """Context parallelism with labels on one rank alone: (loss, all gradients finite)."""
     chunks, config = toy.make("M*", parallel=ParallelConfig(**CP2))
@@ -172,6 +211,7 @@ def _both(weights, folder):
     for recipe, topk in (("bf16", 2), ("nvfp4", 2), ("nvfp4", 1)):
         said["forced"][recipe, topk] = forced(recipe, topk)
     said["one token"] = one_token(ParallelConfig(**EP2))
+    said["uneven"] = uneven_experts(torch.distributed.get_rank())
     for recipe, dtype in LOCAL:
         said["isolation"][recipe, str(dtype)] = isolation(
             "M*", recipe, dtype, ParallelConfig(**CP2)
@@ -232,6 +272,16 @@ def test_one_token_on_each_rank(said):
         # The experts of this rank have other weights than those of one process: only sizes agree.
         assert 0.1 < float(y.norm() / alone.norm()) < 10
         assert 0.01 < float(dx.norm() / gradient.norm()) < 100
+
+
+def test_row_scales_of_an_expert_that_a_rank_has_no_token_of(said):
+    """The amaxes of wgrad's rows are of all ranks' tokens, also of a rank that has none."""
+    (y, dx, dw), expected = said[0][0]["uneven"], uneven_experts()
+    second = said[0][1]["uneven"]
+    assert torch.equal(torch.cat([y, second[0]]), expected[0])
+    assert torch.equal(torch.cat([dx, second[1]]), expected[1])
+    torch.testing.assert_close(dw + second[2], expected[2], rtol=1e-5, atol=1e-4)
+    assert not second[2][0].any()
 
 
 @pytest.mark.parametrize("case", [(r, str(d)) for r, d in LOCAL] + ["latent"], ids=str)
