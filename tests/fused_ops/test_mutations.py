@@ -225,7 +225,7 @@ MUTATIONS = [
          "test_linear_weights.py::test_resampled_signs_rebuild_dgrad_each_step_and_the_forward_never"),
     ),
     Mutation(
-        "dgrad_weight_not_requantized", "operands.py",
+        "dgrad_weight_not_requantized", "weight_operands.py",
         '    if own.source == "forward":\n        codes',
         "    if False:\n        codes",
         ("test_linear.py::test_forward_and_gradients_are_the_composition[nvfp4_requant]",
