@@ -84,6 +84,11 @@ class SafetensorsFolder:
                     f"{self.folder} lacks {', '.join(missing)}, which {INDEX} names; fetch the "
                     "model anew"
                 )
+            if SINGLE not in names and (self.folder / SINGLE).is_file():
+                raise ConfigError(
+                    f"{self.folder} must hold one model; it has {SINGLE} and the files of {INDEX}: "
+                    "transformers reads the first of them; delete what is not the model"
+                )
             return [self.folder / name for name in names]
         found = sorted(self.folder.glob("*.safetensors"))
         if not found:
@@ -140,18 +145,33 @@ def _read_header(path: Path, before: Mapping[str, _Entry]) -> dict[str, _Entry]:
             header = json.loads(stream.read(length))
         except ValueError:
             raise ConfigError(f"{path} has no readable header; fetch the model anew") from None
-    header.pop("__metadata__", None)
-    entries = {}
-    for name, about in header.items():
-        if name in before:
-            raise ConfigError(f"{name} is in {path.name} and {before[name].path.name}: keep one")
-        if about["dtype"] not in DTYPES:
-            raise ConfigError(f"{path}: {name} has dtype {about['dtype']}, which is not read here")
-        spec = TensorSpec(tuple(about["shape"]), DTYPES[about["dtype"]])
-        start, end = about["data_offsets"]
-        if end - start != spec.nbytes or 8 + length + end > size:
+    entries: dict[str, _Entry] = {}
+    spans: list[tuple[int, int, str]] = []
+    try:
+        header.pop("__metadata__", None)
+        for name, about in header.items():
+            if name in before:
+                other = before[name].path.name
+                raise ConfigError(f"{name} is in {path.name} and {other}: keep one")
+            if about["dtype"] not in DTYPES:
+                raise ConfigError(
+                    f"{path}: {name} has dtype {about['dtype']}, which is not read here"
+                )
+            spec = TensorSpec(tuple(about["shape"]), DTYPES[about["dtype"]])
+            start, end = about["data_offsets"]
+            if min(spec.shape, default=0) < 0 or end - start != spec.nbytes:
+                raise ConfigError(f"{path}: {name} does not fit the file; fetch the model anew")
+            spans.append((start, end, name))
+            entries[name] = _Entry(path, 8 + length + start, spec)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{path} has no readable header; fetch the model anew") from None
+    at = 0
+    for start, end, name in sorted(spans):  # the format allows neither holes nor overlaps
+        if start != at or 8 + length + end > size:
             raise ConfigError(f"{path}: {name} does not fit the file; fetch the model anew")
-        entries[name] = _Entry(path, 8 + length + start, spec)
+        at = end
     return entries
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from fused_ops.errors import ConfigError
 from models.conversion.expected import expected_tensors
 from models.conversion.plan import ProofError, make_plan
+from models.conversion.safetensors import SafetensorsFolder
 from models.conversion.sections import architecture, engine_config, read_section, sizes_of
 from models.hf_mapping import FAMILIES
 from models.pattern import parse_pattern
@@ -226,3 +227,44 @@ def test_the_judge_does_not_depend_on_its_chunk(name, tmp_path):
             logits.append(judge(tokens).logits)
     assert logits[0].std() > 0.01
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)
+
+
+def _file(**tensors):
+    """A safetensors file of 16 bytes of data with this header."""
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(range(16))
+
+
+def _two(first, second):
+    return {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": place}
+        for name, place in (("a", first), ("b", second))
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (_two([0, 8], [4, 12]), "b does not fit"),
+        (_two([-8, 0], [0, 8]), "a does not fit"),
+        (_two([0, 8], [12, 20]), "b does not fit"),
+        ({"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "a does not fit"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "no readable header"),
+        ({"a": [1]}, "no readable header"),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path, tensors, says):
+    (tmp_path / "model.safetensors").write_bytes(_file(**tensors))
+    with pytest.raises(ConfigError, match=says):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_whole_file_beside_an_index_of_others_is_refused(tmp_path):
+    """transformers would read the file, the index names another."""
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(_file(**_two([0, 8], [8, 16])))
+    index = {"weight_map": dict.fromkeys("ab", "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert sorted(SafetensorsFolder(tmp_path)) == ["a", "b"]
+    (tmp_path / "model.safetensors").write_bytes(_file(**_two([0, 8], [8, 16])))
+    with pytest.raises(ConfigError, match="must hold one model"):
+        SafetensorsFolder(tmp_path)
