@@ -27,14 +27,15 @@ _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 def train_step(
     engine: Engine,
     micro_batches: Sequence[MicroBatch],
-    stop_requested: bool = False,
+    stop_requested: Callable[[], bool] = lambda: False,
     refuse: Callable[[float], bool] = lambda loss: False,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
     The gradient is that of the mean loss over all counted tokens of the global batch, however it
-    is cut into micro-batches and ranks. `stop_requested` is shared with the other ranks. `refuse`
-    is asked with the loss before the update, and must answer the same on all of them.
+    is cut into micro-batches and ranks. `stop_requested` is asked once
+    the work is on its way, and its answer shared with the other ranks. `refuse` is asked with the
+    loss before the update, and must answer the same on all of them.
     """
     state, optimizer, scheduler = engine.precision_state, engine.optimizer, engine.scheduler
     _zero_gradients(engine)
@@ -43,7 +44,7 @@ def train_step(
         mark_zeroed(chunk.parameters(), False)
     engine.plan.end_step(engine.world.groups)
 
-    flags = torch.stack([state.nonfinite.double().reshape(()), sums.new_tensor(stop_requested)])
+    flags = torch.stack([state.nonfinite.double().reshape(()), sums.new_tensor(stop_requested())])
     totals = torch.cat([sums, flags])
     dist.all_reduce(totals)
     loss_sum, tokens, nonfinite, stop = totals.tolist()

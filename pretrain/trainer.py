@@ -157,7 +157,7 @@ class Trainer:
             self.each("before_step", step)
             micro_batches = self.loader.step(state.consumed_samples)
             samples = self.loader.step_samples(state.consumed_samples)
-            result = train_step(engine, micro_batches, signals.asked, self.recovery.refuses)
+            result = train_step(engine, micro_batches, lambda: signals.asked, self.recovery.refuses)
             tokens = len(samples) * engine.seq_length
             state.advance(samples[-1] + 1, tokens, result.updated)
             if result.updated and self.checkpoints.average is not None:

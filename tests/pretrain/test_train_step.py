@@ -142,6 +142,19 @@ def test_the_first_micro_batch_need_not_be_added(folder, monkeypatch):
     assert betas[False] == [1] * len(betas[True])
 
 
+def test_a_signal_during_a_step_ends_it(folder, monkeypatch):
+    """Not the next one: an evaluation may lie between, longer than a scheduler waits."""
+    run, received, prepare = _Run(folder), [], pretrain.train_step.prepare
+
+    def during(engine, batch):
+        received.append(True)
+        return prepare(engine, batch)
+
+    monkeypatch.setattr(pretrain.train_step, "prepare", during)
+    assert train_step(run.engine, run.loader.step(0), lambda: bool(received)).stop
+    assert not train_step(run.engine, run.loader.step(8), lambda: False).stop
+
+
 def test_masked_tokens_do_not_count(folder):
     run, half = _Run(folder), _Run(folder)
     batches = [dict(b) for b in run.loader.step(0)]
