@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fused_ops.quantize.philox import Key
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
+"""Operands that are made along the columns of their tensor."""
 OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
 WEIGHT_OPERANDS = ("fprop.w", "dgrad.w")
 

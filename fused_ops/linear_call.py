@@ -35,6 +35,14 @@ class Runs:
     rows: tuple[Run, ...]
     columns: tuple[Run, ...]
 
+    def of_shape(self, rows: int, columns: int) -> "Runs":
+        """A single run is as long as the tensor: experts have their own numbers of rows."""
+        row, column = self.rows, self.columns
+        return Runs(
+            rows=row if len(row) > 1 else ((rows, row[0][1]),),
+            columns=column if len(column) > 1 else ((columns, column[0][1]),),
+        )
+
 
 Origin = tuple[int, int] | Runs
 

@@ -217,10 +217,7 @@ def _quantize_runs(
 ) -> QuantizedTensor:
     """Each piece of x with its own origin, put together again."""
     columns, amax = options["columns"], options.pop("amax")
-    # A single run is as long as the tensor: experts have their own numbers of rows.
-    rows = runs.rows if len(runs.rows) > 1 else ((x.shape[0], runs.rows[0][1]),)
-    cols = runs.columns if len(runs.columns) > 1 else ((x.shape[1], runs.columns[0][1]),)
-    runs = Runs(rows=rows, columns=cols)
+    runs = runs.of_shape(*x.shape)
     _check_runs(x, spec, runs, columns)
     own = _amax_pieces(amax, spec, runs.columns if columns else runs.rows)
     bands = []

@@ -7,10 +7,12 @@ assumed bandwidth. `tests/tools/test_forecast.py` holds it to the steps that wer
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fused_ops.formats import HIGH_PRECISION, OperandSpec
+from fused_ops.grouped_cuda import recipe_reason
+from fused_ops.linear_call import LinearCall
 from fused_ops.recipe import GemmRecipe, is_quantized
+from fused_ops.scaled_matmul.hopper import fits_fp8_cores
 from fused_ops.weight_operands import shares_codes
 from models.flops import ModelShape, fixed_parts, peak_tflops
 from models.memory import is_expert
@@ -119,15 +121,10 @@ def product_kind(recipe: GemmRecipe, gemm: str, decode: str) -> str:
     pair = recipe.specs(gemm)
     if not all(map(is_quantized, pair)):
         return "high"
-    rounded = "fp8" in (decode, recipe.decode)
-    return "fp8" if all(_fits_fp8_cores(spec, rounded) for spec in pair) else "fp4_exact"
-
-
-def _fits_fp8_cores(spec: OperandSpec, rounded: bool) -> bool:
-    """rounded: decode is fp8."""
-    if spec.format in ("nvfp4", "fp8_blockwise"):
-        return not spec.row_scaled and (rounded or (spec.format == "nvfp4" and spec.is_pow2))
-    return spec.format in ("fp8_tensorwise", "fp8_delayed")
+    decode = "fp8" if "fp8" in (decode, recipe.decode) else decode
+    blocks = decode == "fp8" and all(spec.format == "fp8_blockwise" for spec in pair)
+    narrow = all(fits_fp8_cores(spec, decode) and not spec.row_scaled for spec in pair)
+    return "fp8" if blocks or narrow else "fp4_exact"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +156,12 @@ def token_time(
     one_by_one: dict[str, None] = {}
     for module in shape.modules():
         recipe = recipes[module.name]
+        if is_expert(module):
+            decoded = replace(recipe, decode=decode) if decode == "fp8" else recipe
+            if recipe_reason(LinearCall(recipe=decoded)) is not None:
+                one_by_one[recipe.name] = None
         for gemm in GEMMS:
             kind = product_kind(recipe, gemm, decode)
-            if is_expert(module) and any(s.format not in _TOGETHER for s in recipe.specs(gemm)):
-                one_by_one[recipe.name] = None
             rate = _expert_rate(device, gemm, kind) if is_expert(module) else device.products[kind]
             parts["products"] += module.flops / (rate.value * 1e12)
             # Each token's operand is read in BF16 and written in codes.
@@ -180,7 +179,6 @@ def token_time(
     return TokenTime(parts=parts, one_by_one=tuple(one_by_one))
 
 
-_TOGETHER = (*HIGH_PRECISION, "nvfp4", "fp8_tensorwise")  # of these, experts go in one launch
 _QUANTIZED_BYTES = 2.56  # a BF16 value read, a code and its share of a scale written
 
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 
 from fused_ops.formats import QuantizedTensor
-from fused_ops.keys import GEMMS, OPERANDS, signs
+from fused_ops.keys import GEMMS, OPERANDS, TRANSPOSED, signs
 from fused_ops.linear import LinearCall, Operand
 from fused_ops.operand_error import (
     OPERAND_SUMS,
@@ -36,7 +36,6 @@ from models.comm import TensorParallelComm
 from models.precision import named_gemms, unwrap
 from pretrain.engine import Engine
 
-_TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
 _RANGE = slice(-len(RANGE_SUMS), None)
 _TOGETHER, _SMALL = 8, 2**20
 """Operands whose sums are taken in one call: a step has hundreds, and its time is that of launches
@@ -215,7 +214,7 @@ class _LayerWatch:
         sample = take_sample(
             tensor.detach(),
             quantized,
-            columns=name in _TRANSPOSED,
+            columns=name in TRANSPOSED,
             signs=signs(spec, call.key, gemm, tensor.device),
             limits=watch.limits,
         )

@@ -85,7 +85,11 @@ def _is_fp8(operand: Operand, decode: str) -> TypeGuard[QuantizedTensor | Decode
         return False
     if isinstance(operand, DecodedTensor):
         return operand.data.dtype == torch.float8_e4m3fn
-    spec = operand.spec
+    return fits_fp8_cores(operand.spec, decode)
+
+
+def fits_fp8_cores(spec: OperandSpec, decode: str) -> bool:
+    """Whether codes of an operand are E4M3 or E5M2 without loss, or are to be rounded to it."""
     return spec.format in WHOLE_TENSOR_FP8 or (
         spec.format == "nvfp4" and (spec.is_pow2 or decode == "fp8")
     )

@@ -72,6 +72,12 @@ class RunData:
         taken = bool(self.losses) and self.losses[-1][0] >= self.steps
         return taken and not self.awaits_validation
 
+    def final_loss(self, forward: str = "own") -> float | None:
+        """Of the validation after the last step; None where it is not finished, or not finite."""
+        points = self.validation.get((forward, ""))
+        ended = self.finished and points and points[-1][0] >= self.steps
+        return points[-1][1] if points and ended else None
+
     @property
     def other_sets(self) -> list[str]:
         """Names of its further validation sets."""

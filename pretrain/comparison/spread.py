@@ -33,12 +33,10 @@ class Spread:
 def spread(rows: Sequence[Row], forward: str = "own") -> Spread | None:
     """Of the finished runs of the rows, the base among them; None where nothing is left over."""
     cells = [
-        (i, seed, math.log(points[-1][1]))
+        (i, seed, math.log(loss))
         for i, row in enumerate(rows)
         for seed, run in row.runs.items()
-        if run.finished
-        and (points := run.validation.get((forward, "")))
-        and points[-1][0] >= run.steps
+        if (loss := run.final_loss(forward)) is not None
     ]
     seeds = sorted({seed for _, seed, _ in cells})
     names = sorted({i for i, _, _ in cells})

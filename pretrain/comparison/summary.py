@@ -77,13 +77,7 @@ def summarize(rows: Sequence[Row], base: Row, diverged: float = DIVERGED) -> lis
 
 def _line(row: Row, base: Row, diverged: float) -> Line:
     runs, shared = row.runs, sorted(row.runs.keys() & base.runs.keys())
-    ends = {
-        seed: run.validation[("own", "")][-1][1]
-        for seed, run in runs.items()
-        if run.finished
-        and (points := run.validation.get(("own", "")))
-        and points[-1][0] >= run.steps
-    }
+    ends = {seed: loss for seed, run in runs.items() if (loss := run.final_loss()) is not None}
     last = {}
     for seed, points in training_gaps(row, base, bins=10).items():
         both_ended = end_together(runs[seed], base.runs[seed])

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from fused_ops.formats import QuantizedTensor
-from fused_ops.keys import StreamKey
+from fused_ops.keys import TRANSPOSED, StreamKey
 from fused_ops.linear import LinearCall, Runs, linear
 from fused_ops.linear_call import Operand, Run
 from fused_ops.recipe import GemmRecipe
 from models.parallel_linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from pretrain.engine import Engine
 
-_TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
 _OWN = {"x": "fprop.x", "w": "fprop.w", "dy": "dgrad.dy"}
 Event = tuple[int, int, str, str]
 """Step, micro-batch, layer and operand."""
@@ -81,16 +80,14 @@ class Trace:
         values = amax = None
         if isinstance(quantized, QuantizedTensor):
             values = quantized.unscaled(torch.float32)
-            values = (values.t() if name in _TRANSPOSED else values).cpu()
+            values = (values.t() if name in TRANSPOSED else values).cpu()
             amax = quantized.amax.cpu().clone()
         origin = call.comm.origin(name)
-        rows, columns = (
-            (origin.rows, origin.columns)
-            if isinstance(origin, Runs)
-            else (((0, origin[0]),), ((0, origin[1]),))
-        )
+        if not isinstance(origin, Runs):
+            origin = Runs(rows=((0, origin[0]),), columns=((0, origin[1]),))
         own = tensor.detach().cpu().clone()
-        piece = Piece(own, values, amax, _runs(rows, own.shape[0]), _runs(columns, own.shape[1]))
+        runs = origin.of_shape(*own.shape)
+        piece = Piece(own, values, amax, runs.rows, runs.columns)
         before = self.pieces.setdefault(event, piece)
         assert before is piece or _equal(before.values, values), f"{event} is not the same again"
         self.calls[event] = call.recipe, call.key
@@ -99,11 +96,6 @@ class Trace:
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     """Of two operands, codes for codes."""
     return one is other or (one is not None and other is not None and torch.equal(one, other))
-
-
-def _runs(runs: tuple[Run, ...], size: int) -> tuple[Run, ...]:
-    """A single run is as long as the tensor."""
-    return runs if len(runs) > 1 else ((size, runs[0][1]),)
 
 
 def read_pieces(place: Path, ranks: int) -> list[dict[Event, Piece]]:
@@ -220,7 +212,7 @@ def _same(piece: Piece, whole: Piece, name: str, rank: int) -> None:
     columns = _index(piece.columns, whole.values.shape[1])
     amax = whole.amax
     if amax.dim():
-        amax = amax[columns if name in _TRANSPOSED else rows]
+        amax = amax[columns if name in TRANSPOSED else rows]
     if not torch.equal(piece.amax, amax):
         raise _Fault(f"rank {rank} has another amax than one process takes of the same tensor")
     expected = whole.values[rows[:, None], columns]

@@ -61,7 +61,15 @@ def test_time_of_a_micro_batch(case):
     assert milliseconds == pytest.approx(STEPS[case], rel=0.06)
 
 
-@pytest.mark.parametrize(("recipe", "slow"), [("nvfp4_fast_a8:fp8", ()), ("mxfp8", ("mxfp8",))])
+@pytest.mark.parametrize(
+    ("recipe", "slow"),
+    [
+        ("nvfp4_fast_a8:fp8", ()),
+        ("nvfp4_fast_a8", ("nvfp4_fast_a8",)),
+        ("nvfp4_v2", ("nvfp4_v2",)),
+        ("mxfp8", ("mxfp8",)),
+    ],
+)
 def test_experts_that_go_one_by_one_are_said(recipe, slow):
     config, shape, recipes = opened("moe", recipe)
     assert token_time(shape, recipes, H200, config.precision.decode).one_by_one == slow
