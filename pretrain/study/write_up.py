@@ -67,7 +67,7 @@ def fill(
         if name == "runs":
             body = runs(models)
         elif name == "goals":
-            body = goals([model for model in models if model.name.startswith("dense-")], base_row)
+            body = goals(models, base_row)
         elif kind in makers and model:
             found = by_name.get(model)
             body = "No run has finished yet." if found is None else makers[kind](found, base_row)
