@@ -12,6 +12,32 @@ from pretrain.engine import Engine
 from pretrain.train_step import MicroBatch, run_schedule
 
 
+class StoppedError(Exception):
+    """A run was asked to stop before its evaluation had ended."""
+
+
+def any_rank(engine: Engine, flag: bool) -> bool:
+    """Whether `flag` is set on any rank. Collective."""
+    flags = torch.tensor(int(flag), device=engine.world.device)
+    dist.all_reduce(flags)
+    return bool(flags)
+
+
+def unless_stopped(
+    engine: Engine,
+    batches: Iterable[Sequence[MicroBatch]],
+    stop_requested: Callable[[], bool],
+) -> Iterator[Sequence[MicroBatch]]:
+    """The batches; before each the ranks agree whether to go on.
+
+    Raises StoppedError on all ranks when `stop_requested` says so on one of them.
+    """
+    for micro_batches in batches:
+        if any_rank(engine, stop_requested()):
+            raise StoppedError
+        yield micro_batches
+
+
 def evaluate(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> float:
     """Mean loss over the counted tokens of some global batches; the same on every rank.
 

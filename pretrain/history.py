@@ -46,6 +46,12 @@ def read_metrics(path: Path) -> list[Row]:
     return rows
 
 
+def lacks_evaluation(path: Path, step: int) -> bool:
+    """Whether a metrics file has the training row of a step and no validation row of it."""
+    keys = {key.split("/")[0] for row in read_metrics(path) if row["step"] == step for key in row}
+    return "loss" in keys and "val_loss" not in keys
+
+
 def split_lines(data: bytes) -> tuple[list[Row], list[bytes]]:
     """(rows, damaged lines) of a metrics file's bytes. A row is an object with an int `step`."""
     rows: list[Row] = []

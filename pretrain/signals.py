@@ -14,9 +14,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """While entered, the first signal only sets `received`; the second ends the process.
 
-    The run looks at `asked` between steps, on all ranks together, so that they stop at the
-    same step although a signal may reach only one of them. Schedulers that can warn long before
-    they kill, where a launcher in between allows less, create `file`.
+    The run looks at `asked` between steps and between batches of an evaluation, on all ranks
+    together, so that they stop at the same one although a signal may reach only one of them.
+    Schedulers that can warn long before they kill, where a launcher in between allows less, create
+    `file`.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -54,7 +55,7 @@ class StopSignals:
             _say(f"{name} again: exiting at once, without saving\n")
             os._exit(128 + number)
         self.received = signal.Signals(number)
-        _say(f"{name}: finishing this step, then saving; once more exits at once\n")
+        _say(f"{name}: finishing this step or batch, then saving; once more exits at once\n")
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,15 @@ from pretrain.environment import (
     report_absences,
     write_environment,
 )
-from pretrain.evaluate import evaluate_sets, gathered_parameters
+from pretrain.evaluate import (
+    StoppedError,
+    any_rank,
+    evaluate_sets,
+    gathered_parameters,
+    unless_stopped,
+)
 from pretrain.heartbeat import Heartbeat, digest
+from pretrain.history import METRICS_FILE, lacks_evaluation
 from pretrain.initialize import World, initialize
 from pretrain.layout_notes import layout_notes
 from pretrain.logs import log_to_file, stop_logging
@@ -46,7 +53,7 @@ from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
 from pretrain.signals import StopSignals
 from pretrain.step_result import StepResult
-from pretrain.train_step import record_steps, train_step
+from pretrain.train_step import MicroBatch, record_steps, train_step
 from pretrain.training import TrainState
 from pretrain.watchdog import Watchdog
 
@@ -126,8 +133,8 @@ class Trainer:
         try:
             with StopSignals(self.run_dir / STOP_FILE if self.world.is_main else None) as signals:
                 stopped = self._train(signals)
-                if not stopped:
-                    self._evaluate_at_end()
+                if not stopped and self.state.step == self.config.train.steps:
+                    stopped = not self._evaluate(signals)
                 if stopped or self.config.checkpoint.at_end:
                     self._save()
                 self.each("on_phase", "end")
@@ -150,6 +157,8 @@ class Trainer:
     def _train(self, signals: StopSignals) -> bool:
         """The loop. Returns whether it was stopped before its end."""
         config, state, engine = self.config.train, self.state, self.engine
+        if self._evaluation_is_missing() and self._stopped_evaluating(signals):
+            return True
         while state.step < config.steps:
             started, step = time.perf_counter(), state.step + 1
             self._switch_precision()
@@ -170,8 +179,8 @@ class Trainer:
                 continue
             if result.stop and state.step < config.steps:
                 return True
-            if config.eval_interval and step % config.eval_interval == 0 and step < config.steps:
-                self._evaluate()
+            if self._evaluation_is_due() and self._stopped_evaluating(signals):
+                return True
             if self.checkpoints.due(step):
                 self._save()
         return False
@@ -220,22 +229,40 @@ class Trainer:
 
     # ---- evaluation and checkpoints
 
-    def _evaluate(self) -> None:
-        if not self.validation:
-            return
+    def _evaluation_is_due(self) -> bool:
+        """Whether the interval asks for one at this step; the one at the end comes by itself."""
+        step, train = self.state.step, self.config.train
+        return train.eval_interval > 0 and step % train.eval_interval == 0 and step < train.steps
+
+    def _evaluation_is_missing(self) -> bool:
+        """Whether a run that continues was stopped before the evaluation of its step."""
+        path, step = self.run_dir / METRICS_FILE, self.state.step
+        return self._evaluation_is_due() and bool(on_first(lambda: lacks_evaluation(path, step)))
+
+    def _stopped_evaluating(self, signals: StopSignals) -> bool:
+        """Evaluates. Returns whether a signal to stop came by its end, on any rank."""
+        return not self._evaluate(signals) or any_rank(self.engine, signals.asked)
+
+    def _evaluate(self, signals: StopSignals) -> bool:
+        """Returns False where a signal to stop came first: then it leaves no row."""
         train = self.config.train
-        sets = {
-            name: partial(loader.batches, train.eval_batches)
-            for name, loader in self.validation.items()
-        }
+
+        def batches(loader: SharedValidLoader) -> Iterator[Sequence[MicroBatch]]:
+            found = loader.batches(train.eval_batches)
+            return unless_stopped(self.engine, found, lambda: signals.asked)
+
+        if not self.validation:
+            return True
         self.each("on_phase", "evaluate")
-        losses = evaluate_sets(self.engine, sets, train.eval_also_bf16)
+        self.engine.precision_state.set_step(self.state.step)
+        sets = {name: partial(batches, loader) for name, loader in self.validation.items()}
+        try:
+            losses = evaluate_sets(self.engine, sets, train.eval_also_bf16)
+        except StoppedError:
+            return False
         row = {"step": self.state.step, "tokens": self.state.consumed_tokens, **losses}
         self.each("on_eval", row)
-
-    def _evaluate_at_end(self) -> None:
-        if self.state.step == self.config.train.steps:
-            self._evaluate()
+        return True
 
     def _save(self) -> None:
         state, engine = self.state, self.engine
