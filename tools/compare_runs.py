@@ -6,7 +6,7 @@
 Runs whose settings differ in nothing but the seed are one row. The first row is the base, or the
 one that --base names. Both validations are reported: with the run's own, quantized forward, and
 with GEMMs in 16 bits, where the run has made it (train.eval_also_bf16). Prints a table; writes
-compare.png and compare.html (self-contained) into --output.
+compare.png, where there is a gap to draw, and compare.html (self-contained) into --output.
 """
 
 import argparse
@@ -63,23 +63,36 @@ def _compare(options: argparse.Namespace) -> int:
             f"references hold gaps against runs in 16 bits; the base is {base.label}, which "
             "computes in other formats; name a 16-bit row with --base"
         )
+    others = [row for row in rows if row is not base]
+    if not others and (options.against or options.write_reference or options.ratio_to):
+        raise ConfigError(
+            "--against, --write-reference and --ratio-to are about gaps of rows to the base; "
+            f"{base.label} is the only row; name runs with other settings too"
+        )
     lines = summarize(rows, base, options.diverged)
     said = between_rows(rows, base)
     if options.ratio_to:
         said += ratios(rows, base_row(rows, options.ratio_to), base)
-    others = [row for row in rows if row is not base]
     if options.against:
         folder = REFERENCE if options.against == "reference" else Path(options.against)
         references = read_references(folder)
         for row in others:
             said += judge(row, base, tokens_per_parameter(row), references)
-    write_png(rows, base, output / "compare.png")
+    pictures = [output / "compare.png", output / "compare.html"]
+    if not write_png(rows, base, pictures[0]):
+        pictures = pictures[1:]
+        said.append(
+            f"{base.label} is the only row: there is nothing to compare it with; name runs with "
+            "other settings too (report.html in a run's folder has its own curves)"
+            if not others
+            else f"no row shares a seed and a step with {base.label}: there is no gap to draw"
+        )
     write_html(rows, base, lines, said, output / "compare.html")
     if options.json:
         print(json.dumps({"lines": as_data(lines), "said": said}, indent=1))
     else:
         print("\n".join([table(lines), *([""] if said else []), *said]))
-        print(f"\n{output / 'compare.png'}, {output / 'compare.html'}")
+        print(f"\n{', '.join(map(str, pictures))}")
     if options.write_reference:
         for row in others:
             name = f"{options.name}/{row.label}"

@@ -34,8 +34,11 @@ def curves(row: Row, base: Row) -> dict[str, list[tuple[int, float, float, float
     }
 
 
-def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> None:
-    """Gaps over training, one panel a kind; the band is from the lowest to the highest seed."""
+def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> bool:
+    """Gaps over training, one panel a kind; the band is from the lowest to the highest seed.
+
+    Returns False, and writes nothing, where no row has a gap to the base.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,9 +46,9 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> Non
 
     drawn = {row.label: curves(row, base) for row in rows if row is not base}
     kinds = [kind for kind in _TITLES if any(found[kind] for found in drawn.values())]
-    figure, axes = pyplot.subplots(
-        1, max(1, len(kinds)), figsize=(6.2 * max(1, len(kinds)), 4.6), squeeze=False
-    )
+    if not kinds:
+        return False
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(6.2 * len(kinds), 4.6), squeeze=False)
     for axis, kind in zip(axes[0], kinds):
         for number, (label, found) in enumerate(drawn.items()):
             if not found[kind]:
@@ -66,16 +69,16 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> Non
         for axis in axes[0]
         for handle, label in zip(*axis.get_legend_handles_labels())
     }
-    if named:
-        axes[0][0].legend(
-            list(named.values()),
-            list(named),
-            fontsize=8 if len(drawn) < 10 else 6,
-            ncols=1 + len(drawn) // 10,
-        )
+    axes[0][0].legend(
+        list(named.values()),
+        list(named),
+        fontsize=8 if len(drawn) < 10 else 6,
+        ncols=1 + len(drawn) // 10,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
+    return True
 
 
 def write_html(

@@ -26,11 +26,12 @@ def draw(models: Sequence[ModelResults], base_row: str, folder: Path) -> list[Pa
         if base is None or not others:
             continue
         curves = folder / f"{model.name}-curves.png"
-        write_png([base.row, *(one.row for one in others)], base.row, curves, dpi=80)
-        _lighten(curves)
+        if write_png([base.row, *(one.row for one in others)], base.row, curves, dpi=80):
+            _lighten(curves)
+            made.append(curves)
         final = folder / f"{model.name}-final.png"
         _final_gaps(model, base, others, final)
-        made += [curves, final]
+        made.append(final)
         seen = [one for one in others if one.numerics.get("errors")]
         if seen:
             made.append(folder / f"{model.name}-errors.png")

@@ -163,3 +163,24 @@ def test_every_line_of_a_picture_has_its_name(tmp_path, monkeypatch):
     write_png(rows, rows[0], tmp_path / "compare.png")
     [legend] = [axis.get_legend() for axis in kept[0].axes if axis.get_legend()]
     assert [text.get_text() for text in legend.get_texts()] == ["b", "c"]
+
+
+def test_without_a_gap_there_are_words_and_no_picture(tmp_path, capsys):
+    """One row, of two seeds here, has no gap; neither have rows that share no seed."""
+    runs = [str(write_run(tmp_path / "runs", "a", seed, 0.0, "bf16")) for seed in (1, 2)]
+    out = tmp_path / "out"
+    assert main([*runs, "--output", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "a is the only row: there is nothing to compare it with" in said
+    assert said.splitlines()[1].split()[:2] == ["a", "2"], "its losses are told all the same"
+    assert said.splitlines()[-1] == str(out / "compare.html")
+    assert "a is the only row" in (out / "compare.html").read_text()
+    asked = ["--against=reference", f"--write-reference={tmp_path / 'new'}", "--ratio-to=a"]
+    for option in asked:
+        assert main([*runs, option, "--output", str(out)]) == 2
+        assert "a is the only row; name runs with other settings" in capsys.readouterr().err
+    other = str(write_run(tmp_path / "runs", "b", 3, 0.0, "nvfp4"))
+    assert main([*runs, other, "--output", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "no row shares a seed and a step with a: there is no gap to draw" in said
+    assert not (out / "compare.png").exists()
