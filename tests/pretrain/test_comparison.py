@@ -171,7 +171,10 @@ def test_the_spread_of_all_rows(tmp_path):
     assert found.percent == pytest.approx(interaction / 2, rel=1e-6)
     assert found.half(2) == pytest.approx(12.7062 * interaction / 2, rel=1e-5)
     write_run(tmp_path, "c", 3, 0.02, "mxfp4")
-    assert spread(load_rows([tmp_path])) == found, "a row of its own seed says nothing"
+    more = spread(load_rows([tmp_path]))
+    assert more.freedom == found.freedom, "a row of its own seed says nothing"
+    # Logarithms near 1, rounded at 2e-16, differ by 1e-3: another order of sums moves that by 2e-13.
+    assert more.percent == pytest.approx(found.percent, rel=1e-11)
     assert spread(rows[:1]) is None
 
 
