@@ -23,7 +23,7 @@ from pretrain.config import CONFIG_FILE, PretrainConfig, save_config
 from pretrain.config_file import encode
 from pretrain.cuda_graph import StepGraph, leave_default_stream
 from pretrain.data.blend import RESOLUTION
-from pretrain.data.dataset import open_dataset, open_validation
+from pretrain.data.dataset import open_both
 from pretrain.data.loader import BatchOptions, TrainLoader, ValidLoader
 from pretrain.data.share import Share, SharedTrainLoader, SharedValidLoader
 from pretrain.ema import WeightAverage
@@ -356,7 +356,7 @@ class Trainer:
             "options": BatchOptions.of(config.data),
         }
         model = config.model
-        self.dataset = open_dataset(
+        self.dataset, sets = open_both(
             config.data, model.seq_length, config.run.seed, model.vocab_size, state
         )
         loader = TrainLoader(
@@ -370,7 +370,6 @@ class Trainer:
         share = Share(world.groups, world.device, *shape)
         self.loader = SharedTrainLoader(loader, share, world.device)
         self._tell_blend()
-        sets = open_validation(config.data, model.seq_length, self.dataset.vocab_size)
         batch = config.train.global_batch_size
         self.validation = {
             name: SharedValidLoader(ValidLoader(data, batch, **sizes), share)

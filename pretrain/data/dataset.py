@@ -182,7 +182,8 @@ class ValidationSet:
         self.fingerprint = shards.manifest.fingerprint()
         if shards.tokens < 2:
             raise DataError(
-                f"validation data must hold at least 2 tokens; {shards.directory} has 1"
+                f"validation data must hold at least 2 tokens; {shards.directory} has "
+                f"{shards.tokens}: give a larger folder"
             )
 
     def __len__(self) -> int:
@@ -317,7 +318,27 @@ def open_validation(
     manifests = _all([partial(open_manifest, path, remote) for path in paths.values()])
     _check_same(manifests, list(paths.values()), vocab_size)
     shards = _all([partial(open_shards, p, m, remote) for p, m in zip(paths.values(), manifests)])
-    return {name: ValidationSet(opened, seq_length) for name, opened in zip(paths, shards)}
+    sets = _all([partial(ValidationSet, opened, seq_length) for opened in shards])
+    return dict(zip(paths, sets))
+
+
+def open_both(
+    config: DataConfig,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None = None,
+    state: dict[str, Any] | None = None,
+) -> tuple[Dataset, dict[str, ValidationSet]]:
+    """(`open_dataset`, `open_validation`) of a run. ConfigError has the problems of both."""
+    sizes = [vocab_size]
+
+    def train() -> Dataset:
+        dataset = open_dataset(config, seq_length, seed, vocab_size, state)
+        sizes.append(dataset.vocab_size)
+        return dataset
+
+    dataset, sets = _all([train, lambda: open_validation(config, seq_length, sizes[-1])])
+    return dataset, sets
 
 
 def _phases(sources: list[SourceConfig]) -> list[tuple[int, list[int]]]:

@@ -9,13 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from pretrain.__main__ import main
 from pretrain.data.manifest import load_manifest
 from tests.distributed import ROOT, run_distributed
-from tests.toy import make_toy, toy_config
+from tests.pretrain.data.shard_folders import write_folder
+from tests.toy import VOCAB, make_toy, toy_config
 from tools.preflight import main as preflight
 
 
@@ -207,6 +209,20 @@ def test_mistakes_end_with_status_2_and_no_trace(folder, tmp_path, capfd):
     assert "checkpoint.resume=must" in _fails(capfd, str(good), "checkpoint.resume=must")
     assert main([]) == 2
     assert main(["--help"]) == 0
+
+
+def test_mistakes_of_training_and_validation_data_are_told_together(tmp_path, capfd):
+    for name, document in (("train", [1, 2, 0]), ("near", [0]), ("far", [0])):
+        write_folder(tmp_path / name, [np.array(document)], num_shards=1, vocab=VOCAB)
+    valid = {name: str(tmp_path / name) for name in ("near", "far")}
+    data = {"train": str(tmp_path / "train"), "valid": valid}
+    run = {"dir": str(tmp_path / "runs")}
+    config = _write(tmp_path / "run.yaml", toy_config(tmp_path, run=run, data=data))
+    said = _fails(capfd, str(config))
+    assert f"{tmp_path / 'train'}: a source must hold at least one window" in said
+    for folder in valid.values():
+        assert f"validation data must hold at least 2 tokens; {folder} has 1: give" in said
+    assert said.count("error: ") == 3
 
 
 def test_a_run_folder_that_cannot_be_written(folder, tmp_path, capfd):

@@ -173,7 +173,7 @@ def test_the_spread_of_all_rows(tmp_path):
     write_run(tmp_path, "c", 3, 0.02, "mxfp4")
     more = spread(load_rows([tmp_path]))
     assert more.freedom == found.freedom, "a row of its own seed says nothing"
-    # Logarithms near 1, rounded at 2e-16, differ by 1e-3: another order of sums moves that by 2e-13.
+    # Logarithms near 1 differ by 1e-3: other sums, rounded at 2e-16, move that by some 2e-13.
     assert more.percent == pytest.approx(found.percent, rel=1e-11)
     assert spread(rows[:1]) is None
 
