@@ -123,7 +123,7 @@ def product_kind(recipe: GemmRecipe, gemm: str, decode: str) -> str:
         return "high"
     decode = "fp8" if "fp8" in (decode, recipe.decode) else decode
     blocks = decode == "fp8" and all(spec.format == "fp8_blockwise" for spec in pair)
-    narrow = all(fits_fp8_cores(spec, decode) and not spec.row_scaled for spec in pair)
+    narrow = all(fits_fp8_cores(spec, decode) for spec in pair)
     return "fp8" if blocks or narrow else "fp4_exact"
 
 
