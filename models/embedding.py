@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """megatron-core's token embedding, whose gradient on a GPU goes straight into its FP32 sum."""
 
-from typing import Any
-
 from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
@@ -11,14 +9,6 @@ from fused_ops.embedding import embedding
 
 class Embedding(layers.VocabParallelEmbedding):
     """Rows of the vocabulary that this rank holds; the output layer must not share the weight."""
-
-    @classmethod
-    def adopt(cls, module: Any) -> "Embedding":
-        """Turn the layer that megatron-core's model has built into one of these."""
-        assert type(module) is layers.VocabParallelEmbedding, f"cannot adopt {type(module)}"
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        return module
 
     def forward(self, input_: Tensor) -> Tensor:
         """Token ids [b, s] -> [b, s, h], or [s of this rank, b, h] for sequence parallelism."""

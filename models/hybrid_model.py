@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_ops.cross_entropy import VocabShard, cross_entropy
 from models import micro_batch
+from models.adopt import adopt
 from models.config import ModelConfig, padded_vocab_size
 from models.documents import document_boundaries
 from models.embedding import Embedding
@@ -112,9 +113,9 @@ def build_model(
             vp_stage=stage if virtual > 1 else None,
         )
         if last:
-            OutputLayer.adopt(chunk.output_layer)
+            adopt(chunk.output_layer, OutputLayer)
         if hasattr(chunk, "embedding") and not model.tie_embeddings:
-            Embedding.adopt(chunk.embedding.word_embeddings)
+            adopt(chunk.embedding.word_embeddings, Embedding)
         stretch_rotary(chunk, model)
         chunks.append(chunk)
     return chunks

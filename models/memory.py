@@ -54,10 +54,9 @@ def sharing(parallel: ParallelConfig, world: int) -> Sharing:
     if not parallel.use_distributed_optimizer:
         return Sharing(dense=1, experts=1)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
     return Sharing(
         dense=max(world // (tp * pp), 1),
-        experts=max(world // (etp * parallel.expert_model_parallel_size * pp), 1),
+        experts=max(world // parallel.expert_ranks, 1),
     )
 
 

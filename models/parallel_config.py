@@ -34,3 +34,19 @@ class ParallelConfig:
     def virtual(self) -> int:
         """Stages a process holds."""
         return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def dense_ranks(self) -> int:
+        """Processes that hold one copy of all layers but experts."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return tp * pp * self.context_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that hold one copy of all experts."""
+        etp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        return etp * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+
+    def data_parallel_size(self, world: int) -> int:
+        """Of `world` processes, those that read different samples."""
+        return world // self.dense_ranks

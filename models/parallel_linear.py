@@ -21,6 +21,7 @@ from fused_ops.quantize import DelayedScaling
 from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
+from models.adopt import adopt
 from models.comm import TensorParallelComm, is_distributed, token_count
 from models.precision_state import PrecisionState
 from models.te_linear import TransformerEngineGemm
@@ -111,13 +112,11 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
 
     @classmethod
     def adopt(cls, module: layers.ColumnParallelLinear) -> "ColumnParallelLinear":
-        """Turn a layer that megatron-core insisted on building itself into one of these."""
-        assert type(module) is layers.ColumnParallelLinear, f"cannot adopt {type(module)}"
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module.init_gemm()
-        module.cp_group = _context_group(module.config)
-        return module
+        """A layer that megatron-core has built, with what `__init__` adds."""
+        adopted = adopt(module, cls)
+        adopted.init_gemm()
+        adopted.cp_group = _context_group(adopted.config)
+        return adopted
 
     def _forward_impl(
         self,
@@ -161,14 +160,6 @@ class OutputLayer(layers.ColumnParallelLinear):
     CPU without BF16 units multiplies BF16 matrices 3 to 30 times slower than FP32 ones. On a GPU
     the weight's gradient is added to its FP32 sum by the GEMM, unless the embedding shares it.
     """
-
-    @classmethod
-    def adopt(cls, module: layers.ColumnParallelLinear) -> "OutputLayer":
-        """Turn the layer that megatron-core's model has built into one of these."""
-        assert type(module) is layers.ColumnParallelLinear, f"cannot adopt {type(module)}"
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        return module
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if is_dynamo_compiling():

@@ -187,14 +187,14 @@ def _batch_problems(config: PretrainConfig, world: int) -> list[str]:
     parallel, train = config.parallel, config.train
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
-    if world % (tp * pp * cp):
+    if world % parallel.dense_ranks:
         return [
             "the number of processes must be a multiple of tensor_model_parallel_size * "
             f"pipeline_model_parallel_size * context_parallel_size = {tp} * {pp} * {cp} = "
-            f"{tp * pp * cp}; got {world}; {_start_instead(config, world)}",
+            f"{parallel.dense_ranks}; got {world}; {_start_instead(config, world)}",
             *_micro_batch_problems(config),
         ]
-    ranks, found = world // (tp * pp * cp), []
+    ranks, found = parallel.data_parallel_size(world), []
     interleaved = parallel.virtual > 1
     given = config.model.megatron.get(GROUP)
     group = given if isinstance(given, int) else pp  # of another type: said elsewhere
@@ -241,25 +241,13 @@ def _micro_batch_problems(config: PretrainConfig) -> list[str]:
 
 def _expert_unit(config: PretrainConfig) -> int:
     """Processes that hold one copy of all experts; 1 without experts."""
-    parallel = config.parallel
-    if "E" not in config.model.pattern:
-        return 1
-    return (
-        parallel.expert_model_parallel_size
-        * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
-        * parallel.pipeline_model_parallel_size
-    )
+    return config.parallel.expert_ranks if "E" in config.model.pattern else 1
 
 
 def _start_instead(config: PretrainConfig, world: int) -> str:
     """The nearest numbers of processes that dense layers and experts can both be laid over."""
-    parallel = config.parallel
-    dense = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
-    near = above_and_below(world, math.lcm(dense, _expert_unit(config)))
+    unit = math.lcm(config.parallel.dense_ranks, _expert_unit(config))
+    near = above_and_below(world, unit)
     return f"start {near} with torchrun, or change parallel"
 
 

@@ -36,11 +36,7 @@ def layout_notes(config: PretrainConfig, world: int) -> list[str]:
             "rank by themselves, so which experts they go to depends on this layout; aux_loss, "
             "seq_aux_loss and quantile_balancing do not"
         )
-    replicas = world // (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    replicas = parallel.data_parallel_size(world)
     if "global_aux_loss" in kinds and replicas > 1:
         found.append(
             "model.megatron.moe_router_load_balancing_type global_aux_loss counts the tokens of "

@@ -27,7 +27,7 @@ from models.precision_plan import PrecisionPlan
 from models.saved import Layout, saved_bytes
 from models.throughput import Device, StepSizes, StepTime, TokenTime, step_time, token_time
 from pretrain.checkpoint.compare import compare, override_config, rows_problem
-from pretrain.checkpoint.config import Found, find_latest
+from pretrain.checkpoint.config import Found, find_latest, never_problems
 from pretrain.checkpoint.io import CheckpointError, load_json
 from pretrain.checkpoint.layout import STATE, scan
 from pretrain.checkpoint.safe import read_index
@@ -150,10 +150,7 @@ def _start_problems(config: PretrainConfig, world: int) -> list[str]:
 
 def fewest_processes(parallel: ParallelConfig) -> int:
     """The smallest number of processes that hold a layout."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
-    dense = tp * pp * parallel.context_parallel_size
-    return math.lcm(dense, etp * parallel.expert_model_parallel_size * pp)
+    return math.lcm(parallel.dense_ranks, parallel.expert_ranks)
 
 
 def _vocabulary(config: PretrainConfig) -> tuple[int | None, list[str], list[str]]:
@@ -190,12 +187,8 @@ def _checkpoint(config: PretrainConfig, vocab: int | None) -> tuple[list[str], l
     own, settings = config.run.path / "checkpoints", config.checkpoint
     place = own
     try:
-        held = scan(own)
-        if settings.resume == "never" and (held.whole or held.broken):
-            return [
-                f"checkpoint.resume=never, but {own} already holds checkpoints; choose another "
-                "run.name, delete that folder, or set checkpoint.resume=auto to continue"
-            ], []
+        if problems := never_problems(settings, own, scan(own)):
+            return problems, []
         found = find_latest(own)
         if found is None and settings.load is not None:
             place = Path(settings.load)
@@ -341,12 +334,7 @@ def parse_text(config: PretrainConfig) -> str:
 
 def micro_batches(config: PretrainConfig, world: int) -> int:
     """Micro-batches of a step on each data-parallel rank."""
-    parallel, train = config.parallel, config.train
-    ranks = world // (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    train, ranks = config.train, config.parallel.data_parallel_size(world)
     return train.batch_sizes.sizes[-1] // (train.micro_batch_size * max(ranks, 1))
 
 

@@ -29,7 +29,7 @@ def _ranks(found: Preflight) -> Iterable[str]:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
-    dp, stage = world // (tp * cp * pp), world // pp
+    dp, stage = parallel.data_parallel_size(world), world // pp
     yield (
         f"ranks    {world}: rank = tp + {tp} * (cp + {cp} * (dp + {dp} * pp)), "
         f"tp < {tp}, cp < {cp}, dp < {dp}, pp < {pp}"

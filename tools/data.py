@@ -188,12 +188,7 @@ def _ranks(config) -> int:  # noqa: ANN001 (a PretrainConfig, which megatron-cor
     if not record.exists():
         return 1
     world = json.loads(record.read_text()).get("world_size", 1)
-    model_ranks = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
-    return max(1, int(world) // int(model_ranks))
+    return max(1, int(parallel.data_parallel_size(int(world))))
 
 
 def bench(options: argparse.Namespace) -> int:

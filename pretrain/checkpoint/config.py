@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field as Limit
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from pretrain.checkpoint.io import CheckpointError
-from pretrain.checkpoint.layout import candidates, check_contents, ever_finished, step_of
+from pretrain.checkpoint.layout import Scan, candidates, check_contents, ever_finished, step_of
 
 
 @config_dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid"))
@@ -58,6 +58,16 @@ class Resumed:
     extra: dict[str, Any]
     config: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+
+
+def never_problems(config: CheckpointConfig, folder: Path, held: Scan) -> list[str]:
+    """A problem where a run that is never to continue finds checkpoints in its `folder`."""
+    if config.resume != "never" or not (held.whole or held.broken):
+        return []
+    return [
+        f"checkpoint.resume=never, but {folder} already holds checkpoints: choose another "
+        "run.name, delete that folder, or set checkpoint.resume=auto to continue"
+    ]
 
 
 def find_latest(path: str | Path) -> Found | None:

@@ -37,7 +37,13 @@ import torch
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.agree import on_all, on_first
 from pretrain.checkpoint.compare import compare, model_notes, override_config
-from pretrain.checkpoint.config import CheckpointConfig, Found, Resumed, find_latest
+from pretrain.checkpoint.config import (
+    CheckpointConfig,
+    Found,
+    Resumed,
+    find_latest,
+    never_problems,
+)
 from pretrain.checkpoint.io import (
     CheckpointError,
     dump_json,
@@ -126,11 +132,8 @@ class CheckpointManager:
         self._searched = True
         found: Scan = on_first(lambda: scan(self.checkpoints))
         exist = bool(found.whole or found.broken)
-        if self.config.resume == "never" and exist:
-            raise ConfigError(
-                f"checkpoint.resume=never, but {self.checkpoints} already holds checkpoints: choose"
-                " another run.name, delete that folder, or set checkpoint.resume=auto to continue"
-            )
+        if problems := never_problems(self.config, self.checkpoints, found):
+            raise ConfigError(problems)
         self._found = self._newest(found) if exist else None
         if self._found is None and self.config.load is not None:
             self._found = self._given(Path(self.config.load))

@@ -132,9 +132,12 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_run(folder: Path) -> RunData:
-    """Reads one run folder. Raises ConfigError where its configuration or losses are missing, or
-    are not what `python -m pretrain` writes."""
+def read_run(folder: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> RunData:
+    """Reads one run folder; `rows`: of its metrics.jsonl, where that has been read already.
+
+    Raises ConfigError where its configuration or losses are missing, or are not what
+    `python -m pretrain` writes.
+    """
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         flat = flatten(config)
@@ -146,7 +149,7 @@ def read_run(folder: Path) -> RunData:
             f"{folder}/config.yaml must be a run's resolved configuration; it cannot be read "
             f"({type(error).__name__}); compare folders that `python -m pretrain` has written"
         ) from error
-    rows = read_metrics(folder / METRICS_FILE)
+    rows = read_metrics(folder / METRICS_FILE) if rows is None else rows
     if not any("loss" in row for row in rows):
         raise ConfigError(f"{folder} must have trained at least one step; {METRICS_FILE} has none")
     try:

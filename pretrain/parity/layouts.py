@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts by name: `tp2sp`, `pp2v2`, `tp2sp_etp1_ep2`, `dp2_overlap`."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -112,22 +113,9 @@ def parse_layout(name: str) -> Layout:
 
 
 def _processes(parallel: ParallelConfig, data: int | None) -> int:
-    unit = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
     if data is not None:
-        return unit * data
-    experts = (
-        parallel.expert_model_parallel_size
-        * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
-        * parallel.pipeline_model_parallel_size
-    )
-    total = unit
-    while total % experts:
-        total += unit
-    return total
+        return parallel.dense_ranks * data
+    return math.lcm(parallel.dense_ranks, parallel.expert_ranks)
 
 
 def shares_experts_over_samples(layout: Layout, pattern: str) -> bool:

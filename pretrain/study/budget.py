@@ -11,7 +11,7 @@ from fused_ops.errors import ConfigError
 from pretrain.config import make_config
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.study.place import Places, run_all
-from pretrain.study.plan import Study, StudyRun, is_finished, steps_done, tokens_of
+from pretrain.study.plan import Study, StudyRun, steps_done, tokens_of
 
 BUDGET_FILE = "budget.json"
 
@@ -103,7 +103,7 @@ def costs(study: Study, rates: Mapping[str, Mapping[str, float]]) -> list[Cost]:
     for run in study.runs:
         config = make_config(run.data)
         total, known = tokens_of(config), rates.get(run.model, {})
-        left = 0 if is_finished(run) else round(total * (1 - steps_done(run) / max(run.steps, 1)))
+        left = round(total * max(0.0, 1 - steps_done(run) / max(run.steps, 1)))
         rate = known.get(run.row) or min(known.values(), default=None)
         found.append(Cost(run, left, rate, run.row in known))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.comparison.picture import write_html, write_png
 from pretrain.comparison.runs import Row
 from pretrain.comparison.summary import between_rows, summarize, table
-from pretrain.study.plan import Study, is_finished, steps_done
+from pretrain.study.plan import Study, has_ended
 from pretrain.study.trained import changes, read_all, told
 
 
@@ -60,10 +60,13 @@ class Tables:
 
 def state_of(study: Study) -> str:
     """One line a run: finished, how far, or not begun; and where it is not the study's run."""
-    lines, other = [], changes(read_all(study.runs))
+    trained = read_all(study.runs)
+    taken = {run.name: max(step for step, _ in there.losses) for run, there in trained}
+    lines, other = [], changes(trained)
     for run in study.runs:
-        done = steps_done(run)
-        word = "finished" if is_finished(run) else f"step {done} of {run.steps}" if done else "-"
+        done = taken.get(run.name, 0)
+        finished = done >= run.steps and has_ended(run)
+        word = "finished" if finished else f"step {done} of {run.steps}" if done else "-"
         if run.name in other:
             word += f"; trained otherwise than study.yaml says now: {told(other[run.name])}"
         lines.append(f"{run.name:40} {word}")

@@ -308,10 +308,7 @@ def has_ended(run: StudyRun) -> bool:
 
 def is_finished(run: StudyRun) -> bool:
     """Whether the run has taken its last step and ended by itself."""
-    if not has_ended(run):
-        return False
-    rows = read_metrics(run.folder / METRICS_FILE)
-    return any("loss" in row and row["step"] >= run.steps for row in reversed(rows))
+    return has_ended(run) and steps_done(run) >= run.steps
 
 
 def steps_done(run: StudyRun) -> int:

@@ -198,13 +198,13 @@ def _row(name: str, runs: Sequence[StudyRun], row: Row) -> dict[str, Any]:
     config = make_config(runs[0].data)
     held = _manifest(config)
     vocab_size = held.vocab_size if held else None
-    linears, every = shares(config, vocab_size)
+    four_bit, four_bit_all, low_bit = shares(config, vocab_size)
     return {
         "row": name,
         "precision": precision_key(row.settings),
-        "four_bit": round(linears, 4),
-        "four_bit_all": None if every is None else round(every, 4),
-        "low_bit": round(shares(config, vocab_size, most_bits=8)[0], 4),
+        "four_bit": round(four_bit, 4),
+        "four_bit_all": None if four_bit_all is None else round(four_bit_all, 4),
+        "low_bit": round(low_bit, 4),
         "numerics": evidence(runs[0].folder, runs[0].steps),
         "runs": [_run(row.runs[seed]) for seed in sorted(row.runs)],
     }
@@ -235,10 +235,11 @@ def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def shares(
-    config: PretrainConfig, vocab_size: int | None = None, most_bits: int = 4
-) -> tuple[float, float | None]:
-    """Shares of FLOPs with both operands in `most_bits` or fewer, over the run: (of the block
-    linears' GEMMs, of all matrix products: attention's, routers' and the output layer's too).
+    config: PretrainConfig, vocab_size: int | None = None
+) -> tuple[float, float | None, float]:
+    """Shares of FLOPs over the run: with both operands in 4 bits (of the block linears' GEMMs, of
+    all matrix products: attention's, routers' and the output layer's too), and with both in 8 or
+    fewer, of the block linears'.
 
     The schedule counts by samples; causal attention counts half of its scores; scans are no GEMMs.
     `vocab_size` is the data's, for a model that takes it; without any there is no second share.
@@ -248,15 +249,17 @@ def shares(
     marks = sorted({0, total, *(min(mark, total) for mark in plan.boundaries or [])})
     linears = len(GEMMS) * sum(module.flops for module in plan.modules)
     others = len(GEMMS) * sum(part.flops for part in fixed_parts(plan.shape) if part.gemm)
-    found = 0.0
+    found = {4: 0.0, 8: 0.0}
     for first, last in pairwise(marks):
         plan.consumed_samples = first
         recipes = plan.recipes()
         for module in plan.modules:
             for gemm in GEMMS:
-                narrow = all(bits(spec) <= most_bits for spec in recipes[module.name].specs(gemm))
-                found += narrow * module.flops * (last - first) / total
-    return found / max(linears, 1), found / max(linears + others, 1) if known else None
+                widest = max(map(bits, recipes[module.name].specs(gemm)))
+                for most in found:
+                    found[most] += (widest <= most) * module.flops * (last - first) / total
+    every = found[4] / max(linears + others, 1) if known else None
+    return found[4] / max(linears, 1), every, found[8] / max(linears, 1)
 
 
 def read_results(path: Path) -> tuple[str, list[ModelResults]]:

@@ -13,7 +13,8 @@ from typing import Any
 from pretrain.comparison.runs import RunData, apart, read_run, trained_settings
 from pretrain.config import make_config
 from pretrain.config_file import encode
-from pretrain.study.plan import StudyRun, steps_done
+from pretrain.history import METRICS_FILE, read_metrics
+from pretrain.study.plan import StudyRun
 
 _FEW = 4
 Trained = tuple[StudyRun, RunData]
@@ -38,8 +39,13 @@ def read_all(runs: Iterable[StudyRun]) -> list[Trained]:
 
     Raises ConfigError for a folder that cannot be read.
     """
-    found = [(run, read_run(run.folder)) for run in runs if steps_done(run)]
-    return [(run, replace(there, settings=placeless(there.settings))) for run, there in found]
+    found = []
+    for run in runs:
+        rows = read_metrics(run.folder / METRICS_FILE)
+        if any("loss" in row for row in rows):
+            there = read_run(run.folder, rows)
+            found.append((run, replace(there, settings=placeless(there.settings))))
+    return found
 
 
 def changes(trained: Sequence[Trained]) -> dict[str, list[str]]:

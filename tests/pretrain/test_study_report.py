@@ -13,10 +13,10 @@ import yaml
 from fused_ops.errors import ConfigError
 from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row, RunData, group_runs, read_run
-from pretrain.config import make_config, save_config
+from pretrain.config import make_config, precision_plan, save_config
 from pretrain.history import encode_row, read_metrics
-from pretrain.study import trained
-from pretrain.study.collect import collect
+from pretrain.study import results
+from pretrain.study.collect import collect, state_of
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import load_study
 from pretrain.study.results import (
@@ -169,11 +169,22 @@ def test_results_hold_what_is_drawn(study):
 
 
 def test_a_report_reads_each_run_once(study, tmp_path, monkeypatch):
-    """What its runs were trained with and what they came to is one reading of their folders."""
-    read = []
-    monkeypatch.setattr(trained, "read_run", lambda path: read.append(path.name) or read_run(path))
+    """What its runs were trained with and what they came to is one reading of their metrics; the
+    shares of a row are of one plan."""
+    parsed, plans, read_bytes, plan = [], [], Path.read_bytes, precision_plan
+
+    def reading(path):
+        parsed.extend([path.parent.name] if path.name == "metrics.jsonl" else [])
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    monkeypatch.setattr(results, "precision_plan", lambda *a: plans.append(a) or plan(*a))
     assert write_results(load_study(*study), tmp_path / "results.json") == 12
-    assert sorted(read) == sorted(path.name for path in study[1].iterdir())
+    assert sorted(parsed) == sorted(path.name for path in study[1].iterdir())
+    assert len(plans) == 4, "rows"
+    parsed.clear()
+    assert state_of(load_study(*study)).count("finished") == 12
+    assert sorted(parsed) == sorted(path.name for path in study[1].iterdir())
     nothing = load_study(study[0], tmp_path / "none")
     assert write_results(nothing, tmp_path / "none.json") == 0
     assert not (tmp_path / "none.json").exists()
@@ -187,13 +198,14 @@ def test_the_share_of_four_bits_counts_the_schedule(study):
     wanted = {"bf16": 0.0, "nvfp4": 1.0, "nvfp4_tail_late_bf16": layers * (3 / 4 + 1 / 4 * 2 / 3)}
     for row, share in wanted.items():
         config = make_config(by_row[row].data)
-        linears, every = shares(config)
+        linears, every, low = shares(config)
         assert linears == pytest.approx(share)
         assert every == pytest.approx(share * LINEARS / ALL)
+        assert low == linears
         taken = make_config({**by_row[row].data, "model": {**by_row[row].data["model"]}})
         taken = replace(taken, model=replace(taken.model, vocab_size=None))
-        assert shares(taken) == (linears, None), "no output layer is known"
-        assert shares(taken, 128) == (linears, every), "the data's"
+        assert shares(taken) == (linears, None, low), "no output layer is known"
+        assert shares(taken, 128) == (linears, every, low), "the data's"
 
 
 def test_a_report_loses_no_run(study, tmp_path, capsys):
