@@ -125,13 +125,13 @@ class Recovery:
                 f"{former.step} asked for one more: {_told(details)}; lower optimizer.lr, or start "
                 "again from an earlier checkpoint"
             )
-        step = trainer.load_newest()
-        if step is None:
+        try:
+            step = trainer.load_newest()
+        except TrainingError as error:
             trainer.event("bad_step", **details)
             raise TrainingError(
-                f"step {former.step} was bad, and there is no checkpoint to roll back to: "
-                f"{_told(details)}; lower checkpoint.interval, or set train.bad_steps.policy=skip"
-            )
+                f"step {former.step} was bad ({_told(details)}), and {error}"
+            ) from None
         trainer.state.rollbacks = former.rollbacks + 1
         trainer.state.skip = [*former.skip, [samples[0], samples[-1]]]
         trainer.step_over_samples()

@@ -13,6 +13,7 @@ from typing import Any
 
 from fused_ops.errors import ConfigError
 from models.gather_bytes import communication_lines
+from pretrain.bad_steps import TrainingError
 from pretrain.callbacks import Callback, Profile, Record, Report, Throughput, Watch
 from pretrain.checkpoint.agree import on_first
 from pretrain.checkpoint.io import load_json
@@ -204,17 +205,31 @@ class Trainer:
             row["loss_scale"] = float(self.engine.optimizer.get_loss_scale())
         return row
 
-    def load_newest(self) -> int | None:
-        """Back to the newest checkpoint of this run; its step, or None when there is none."""
-        engine = self.engine
+    def load_newest(self) -> int:
+        """Back to the newest whole checkpoint of this run; its step.
+
+        Raises TrainingError, before anything is changed, where there is none to go back to.
+        """
+        engine, found = self.engine, self.checkpoints.newest()
+        if found is None:
+            raise TrainingError(
+                "there is no checkpoint to roll back to; lower checkpoint.interval, or set "
+                "train.bad_steps.policy=skip"
+            )
+        state, first = _data_state(found), self.dataset.first_sample
+        if state is not None and state["consumed_samples"] < first:
+            raise TrainingError(
+                f"the newest whole checkpoint is {found.path.name}, of the data before it changed "
+                f"at sample {first}; start the run again: it goes on from there, with the data "
+                "that it has now"
+            )
         resumed = self.checkpoints.roll_back(
+            found,
             engine.chunks,
             engine.optimizer,
             engine.scheduler,
             resolved_config=mask_secrets(encode(self.config)),
         )
-        if resumed is None:
-            return None
         self._take_over(resumed)
         return self.state.step
 

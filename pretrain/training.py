@@ -57,8 +57,9 @@ class Training(Protocol):
         """Something happened at the current step."""
         ...
 
-    def load_newest(self) -> int | None:
-        """Back to the newest checkpoint of this run; its step, or None when there is none."""
+    def load_newest(self) -> int:
+        """Back to the newest whole checkpoint of this run; its step. TrainingError: there is none
+        to go back to, and nothing has changed."""
         ...
 
     def step_over_samples(self) -> None:

@@ -253,27 +253,33 @@ class CheckpointManager:
             self._known.add(found.step)
         return Resumed(state["step"], found.path, state["extra"], state["config"], notes)
 
+    def newest(self) -> Found | None:
+        """This run's newest whole checkpoint as it is now; None: there is none."""
+        self.wait()
+        found: Scan = on_first(lambda: scan(self.checkpoints))
+        whole = (folder for folder in found.whole if self._damage(folder) is None)
+        folder = next(whole, None)
+        return None if folder is None else Found(folder, step_of(folder) or 0)
+
     def roll_back(
         self,
+        found: Found,
         chunks: Sequence[Any],
         optimizer: Any,
         scheduler: Any,
         *,
         resolved_config: dict[str, Any],
-    ) -> Resumed | None:
-        """Loads this run's newest whole checkpoint into the running engine; None: there is none."""
-        self.wait()
-        found: Scan = on_first(lambda: scan(self.checkpoints))
-        whole = [folder for folder in found.whole if self._damage(folder) is None]
-        if not whole:
-            return None
-        self._found, self._searched = Found(whole[0], step_of(whole[0]) or 0), True
-        self._known = {step for step in self._known if step <= self._found.step}
+    ) -> Resumed:
+        """Loads `found`, of `newest`, into the running engine."""
+        self._found, self._searched = found, True
+        self._known = {step for step in self._known if step <= found.step}
         scheduler.num_steps = 0  # its load_state_dict counts on from there
         # This start has accepted it, or has written it: its data may be those before a change.
         kept, self.fingerprints = self.fingerprints, {}
         try:
-            return self.resume(chunks, optimizer, scheduler, resolved_config=resolved_config)
+            resumed = self.resume(chunks, optimizer, scheduler, resolved_config=resolved_config)
+            assert resumed is not None, "what was found can be resumed"
+            return resumed
         finally:
             self.fingerprints = kept
 

@@ -168,6 +168,49 @@ def test_a_rollback_to_before_the_data_changed(folder, tmp_path):
     assert all(math.isfinite(loss) for loss in losses.values())
 
 
+class Damage(Callback):
+    """Flips a bit of checkpoints before a step."""
+
+    def __init__(self, step, *damaged):
+        self.step, self.damaged = step, damaged
+
+    def before_step(self, trainer, step):
+        for number in self.damaged if step == self.step else ():
+            shard = trainer.run_dir / "checkpoints" / f"step_{number:08d}" / "__0_0.distcp"
+            data = bytearray(shard.read_bytes())
+            data[len(data) // 2] ^= 1
+            shard.write_bytes(data)
+
+
+def test_a_rollback_stops_where_only_checkpoints_of_the_former_data_are_whole(folder, tmp_path):
+    """Samples before the change are not those of the data that is open. Started again, the run
+    goes on from there, where the data then changes."""
+    write_toy_data(tmp_path / "more", documents=40, seed=9)
+    checkpoint = {"interval": 1, "keep_last": 0}
+    trained(folder, tmp_path, "turn", train={"steps": 3}, checkpoint=checkpoint)
+    sources = [{"path": str(folder / "train")}, {"path": str(tmp_path / "more")}]
+    sections = {
+        "data": {"train": sources, "on_change": "continue"},
+        "train": {"bad_steps": {"policy": "rollback"}},
+        "checkpoint": checkpoint,
+    }
+    callbacks = [Damage(5, 3, 4), Poison(step=5)]
+    words = "step_00000002, of the data before it changed at sample 24.*start the run again"
+    with pytest.raises(TrainingError, match=words):
+        trained(folder, tmp_path, "turn", callbacks, **copy.deepcopy(sections))
+    losses, events, run = rows_of(tmp_path / "turn")
+    assert (events[-1]["event"], events[-1]["step"]) == ("bad_step", 5)
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    losses, events, run = trained(folder, tmp_path, "turn", [Poison(step=5)], **sections)
+    (rollback,) = [event for event in events if event["event"] == "rollback"]
+    assert (rollback["step"], rollback["bad_step"]) == (4, 5)
+    assert sorted(losses) == list(range(1, 8))
+    assert all(math.isfinite(loss) for loss in losses.values())
+    state = json.loads((run / "checkpoints" / "step_00000007" / "state.json").read_text())
+    segments = state["extra"]["data"]["segments"]
+    assert [segment["first_sample"] for segment in segments] == [0, 16]
+
+
 @pytest.mark.parametrize(
     ("bad_steps", "interval", "words"),
     [

@@ -223,7 +223,11 @@ def test_a_step_that_comes_again_after_a_rollback_is_written_again(tmp_path):
     trial.save()
     (step_dir(tmp_path, 2) / STATE).write_text("{}")
     resumed = trial.manager.roll_back(
-        trial.chunks, trial.optimizer, trial.scheduler, resolved_config=encode(trial.config)
+        trial.manager.newest(),
+        trial.chunks,
+        trial.optimizer,
+        trial.scheduler,
+        resolved_config=encode(trial.config),
     )
     trial.done = resumed.step
     assert (trial.done, trial.step()) == (1, loss)
