@@ -65,6 +65,11 @@ class ModelConfig:
             values = merge_preset(get_preset(values["preset"]), values)
         return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
 
+    @property
+    def unstaged(self) -> "ModelConfig":
+        """The same model, its pattern without pipeline stages: as one process holds it."""
+        return dataclasses.replace(self, preset=None, pattern=self.pattern.replace("|", ""))
+
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int) -> int:
     """Rows of the embedding: vocab_size, padded."""

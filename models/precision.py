@@ -130,22 +130,24 @@ def unwrap(chunk: torch.nn.Module) -> Any:
 
 def named_gemms(model: Any) -> Iterator[tuple[str, Any]]:
     """The linear layers of one chunk by global name; those that take no recipe included."""
-    for layer in model.decoder.layers:
-        yield from _linear_layers(layer, f"layers.{layer.layer_number - 1}.")
-    for depth in _prediction_layers(model):
-        yield from _linear_layers(depth, f"mtp.{depth.layer_number - 1}.")
+    plain = (ColumnParallelLinear, RowParallelLinear, torch.nn.Linear)
+    for name, module in named_parts(model):
+        if hasattr(module, "gemm_name") or isinstance(module, plain):
+            yield name, module
+
+
+def named_parts(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module in the layers of one chunk by global name, of multi-token prediction too."""
+    layers = [(f"layers.{layer.layer_number - 1}", layer) for layer in model.decoder.layers]
+    layers += [(f"mtp.{depth.layer_number - 1}", depth) for depth in _prediction_layers(model)]
+    for prefix, layer in layers:
+        for name, module in layer.named_modules():
+            yield f"{prefix}.{name}".replace("mtp_model_layer.", ""), module
 
 
 def _prediction_layers(model: Any) -> Iterable[Any]:
     block = getattr(model, "mtp", None)
     return block.layers if block is not None else ()
-
-
-def _linear_layers(layer: torch.nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
-    plain = (ColumnParallelLinear, RowParallelLinear, torch.nn.Linear)
-    for name, module in layer.named_modules():
-        if hasattr(module, "gemm_name") or isinstance(module, plain):
-            yield prefix + name.replace("mtp_model_layer.", ""), module
 
 
 def _assert_complete(

@@ -24,9 +24,10 @@ from torch import Tensor
 from fused_ops.formats import QuantizedTensor
 from fused_ops.linear import LinearCall, Operand
 from models import delayed
-from models.precision import named_gemms, unwrap
+from models.precision import unwrap
 from pretrain.engine import Engine
 from pretrain.evaluate import gathered_parameters, generators_untouched
+from pretrain.numerics_watch import watched_modules
 from pretrain.train_step import MicroBatch, forward_step, loss_function, run_schedule
 
 _MOST_ROWS = 60
@@ -120,7 +121,7 @@ def inspect_step(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Inspect
     seen: list[Finding] = []
     rows: list[tuple[int, float, float]] = []
     with _untouched(engine), gathered_parameters(engine), generators_untouched():
-        for name, module in _modules(engine):
+        for name, module in watched_modules(engine):
             module.observer = _Watch(name, seen, engine.world.rank)
         step = partial(forward_step_by_sample, rows)
         run_schedule(engine, micro_batches, forward_only=False, forward=step)
@@ -164,13 +165,6 @@ def write_dump(folder: Path, step: int, about: dict[str, Any], inspection: Inspe
     temporary.write_bytes(data)
     os.replace(temporary, path)
     return path
-
-
-def _modules(engine: Engine) -> Iterator[tuple[str, Any]]:
-    for chunk in engine.chunks:
-        for name, module in named_gemms(unwrap(chunk)):
-            if hasattr(module, "observer"):
-                yield name, module
 
 
 def _order(finding: Finding) -> tuple[int, int]:
@@ -220,7 +214,7 @@ def _untouched(engine: Engine) -> Iterator[None]:
     functions = config.finalize_model_grads_func, config.no_sync_func
     buffers = [b for chunk in engine.chunks for b in unwrap(chunk).buffers()]
     kept = [buffer.clone() for buffer in buffers]
-    modules = list(_modules(engine))
+    modules = list(watched_modules(engine))
     scales = delayed.state_dict(modules)
     flags = state.nonfinite.clone(), state.check_finite
     observers = [module.observer for _, module in modules]

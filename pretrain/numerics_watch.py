@@ -33,7 +33,7 @@ from fused_ops.operand_error import (
 from fused_ops.recipe import is_quantized
 from models import micro_batch
 from models.comm import TensorParallelComm
-from models.precision import named_gemms, unwrap
+from models.precision import named_gemms, named_parts, unwrap
 from pretrain.engine import Engine
 
 _RANGE = slice(-len(RANGE_SUMS), None)
@@ -280,20 +280,24 @@ def watched_modules(engine: Engine) -> Iterator[tuple[str, Any]]:
 def routers(engine: Engine) -> Iterator[tuple[str, Any]]:
     """(global name, module) of this rank's routers."""
     for chunk in engine.chunks:
-        for layer in unwrap(chunk).decoder.layers:
-            for name, module in layer.named_modules():
-                if isinstance(module, Router):
-                    yield f"layers.{layer.layer_number - 1}.{name}", module
+        for name, module in named_parts(unwrap(chunk)):
+            if isinstance(module, Router):
+                yield name, module
 
 
 def router_names(engine: Engine) -> list[str]:
-    """Names of the routers of the whole model, the same on every rank. Collective."""
+    """Names of the routers of the whole model in its order, alike on every rank. Collective."""
     if not engine.config.num_moe_experts:
         return []
     boxes: list[Any] = [None] * engine.world.size
     dist.all_gather_object(boxes, [name for name, _ in routers(engine)])
     names = dict.fromkeys(name for box in boxes for name in box)
-    return sorted(names, key=lambda name: int(name.split(".")[1]))
+
+    def place(name: str) -> tuple[bool, list[int]]:
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        return name.startswith("mtp."), numbers
+
+    return sorted(names, key=place)
 
 
 def gradient_parts(engine: Engine, weight: Any) -> Iterator[Tensor]:

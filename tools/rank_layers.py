@@ -5,8 +5,8 @@
 
 On one real batch of the run's validation data: every GEMM in 16 bits, then the run's recipe in one
 layer at a time (and in one GEMM of it at a time), everything else in 16 bits. Layers are ranked by
-loss change, gradient error or both, each for its FLOPs. The plan keeps the worst ones in BF16: a
-share of the linear layers' FLOPs, or as many as a gap allows. It is then compared, on other
+loss change, gradient error or both, each for its FLOPs. The plan keeps the worst ones in BF16: in
+a share of the linear layers' FLOPs, or as many as a gap allows. It is then compared, on other
 batches, with the same share spent on the last layers; the tool says so where it is not better. This
 is the damage at this checkpoint, not that of training with the plan. Of a run with
 precision.schedule the recipes are those that it begins with, whatever step the checkpoint is of.
@@ -70,6 +70,9 @@ def _rank(options: argparse.Namespace) -> int:
     names = quantized_modules(engine)
     if not names:
         raise ConfigError("nothing is quantized by this run's precision; set precision.recipe")
+    budget = 0.16 if options.bf16_share is None else options.bf16_share
+    if options.max_gap is None:
+        choose.check_room(budget, names, engine.plan.modules)
     first, *others = read_batches(config, 1 + options.verify)
     begin_scales(engine, first)
     exact = measure(engine, first, {})
@@ -86,7 +89,7 @@ def _rank(options: argparse.Namespace) -> int:
     modules = engine.plan.modules
     allowed: float | None = None
     if options.max_gap is None:
-        chosen = choose.within_share(scores, modules, options.bf16_share or 0.16)
+        chosen = choose.within_share(scores, modules, budget)
     else:
         allowed = options.max_gap / 100 * exact.loss
         chosen = choose.within_gap(scores, layers, modules, whole.loss_change, allowed)

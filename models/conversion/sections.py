@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From config.json to the `model` section and back, with proof that nothing was lost."""
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from typing import Any
@@ -61,8 +60,7 @@ def read_section(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 def engine_config(section: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     """megatron-core's config of a section, in one process."""
-    whole = dataclasses.replace(section, preset=None, pattern=section.pattern.replace("|", ""))
-    return transformer_config(whole, ParallelConfig(), params_dtype=dtype)
+    return transformer_config(section.unstaged, ParallelConfig(), params_dtype=dtype)
 
 
 def architecture(section: ModelConfig, vocab_size: int | None = None) -> dict[str, Any]:

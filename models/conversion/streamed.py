@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +40,7 @@ class StreamedModel:
     def __init__(
         self, section: ModelConfig, source: Source, groups: Any, dtype: torch.dtype = torch.float32
     ) -> None:
-        self.section = replace(section, preset=None, pattern=section.pattern.replace("|", ""))
+        self.section = section.unstaged
         self.pattern = parse_pattern(self.section.pattern)
         self.source, self.groups, self.dtype = source, groups, dtype
         self.config = engine_config(self.section, dtype)

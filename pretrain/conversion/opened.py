@@ -46,8 +46,7 @@ class OpenCheckpoint:
     @property
     def section(self) -> ModelConfig:
         """The `model` section of one process, with the vocabulary filled in."""
-        pattern = self.config.model.pattern.replace("|", "")
-        return replace(self.config.model, preset=None, pattern=pattern, vocab_size=self.vocab_size)
+        return replace(self.config.model.unstaged, vocab_size=self.vocab_size)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,7 @@ class OpenedModel:
     @property
     def section(self) -> ModelConfig:
         """The `model` section in one process."""
-        pattern = self.config.model.pattern.replace("|", "")
-        return replace(self.config.model, preset=None, pattern=pattern)
+        return self.config.model.unstaged
 
     def _vocabulary(self, extra: dict[str, Any]) -> int:
         """Entries without padding: ids from there on are never chosen."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From damages to a plan: the layers that are worth their share of BF16, and whether that is so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
@@ -27,31 +27,51 @@ def scores(damages: Mapping[str, Damage], by: str) -> dict[str, float]:
     }
 
 
+def check_room(share: float, names: Sequence[str], modules: Sequence[GemmShape]) -> None:
+    """ConfigError where not even the smallest of these layers fits into a share of all linears'
+    FLOPs."""
+    smallest = min(flops_of([name], modules) for name in names)
+    if smallest > share * (1 + 1e-9):
+        raise ConfigError(
+            f"--bf16-share must leave room for a layer; got {share:g}, and the smallest has "
+            f"{smallest:.3f} of the linear layers' FLOPs; raise it"
+        )
+
+
 def within_share(
     ranked: Mapping[str, float], modules: Sequence[GemmShape], share: float
 ) -> list[str]:
-    """Layers to keep in BF16: most score for their FLOPs first, up to a share of all linears'.
+    """Layers to keep in BF16, up to a share of all linears' FLOPs.
+
+    Most score for its FLOPs first, or most score first: the choice that has more score. Without the
+    second, small layers could take the room of a large one that does most of the damage.
 
     Raises:
         ConfigError: not even the smallest of them fits, or none has a score.
     """
     flops = {module.name: module.flops for module in modules}
-    budget, chosen = share * sum(flops.values()) * (1 + 1e-9), []
-    for name in sorted(ranked, key=lambda name: ranked[name] / flops[name], reverse=True):
-        if ranked[name] > 0 and flops[name] <= budget:
-            budget -= flops[name]
-            chosen.append(name)
-    if not chosen and not any(score > 0 for score in ranked.values()):
+    harmful = [name for name, score in ranked.items() if score > 0]
+    if not harmful:
         raise ConfigError(
             "layers are chosen by the damage that they do alone, and none does any on this batch; "
             "rank by gradients too (--by both), or keep all of them in the recipe"
         )
-    if not chosen:
-        smallest = min(flops[name] for name in ranked) / sum(flops.values())
-        raise ConfigError(
-            f"--bf16-share must leave room for a layer; got {share:g}, and the smallest has "
-            f"{smallest:.3f} of the linear layers' FLOPs; raise it"
-        )
+    check_room(share, harmful, modules)
+    choices = [
+        fitting(sorted(harmful, key=key, reverse=True), modules, share)
+        for key in (lambda name: ranked[name] / flops[name], lambda name: ranked[name])
+    ]
+    return max(choices, key=lambda names: sum(ranked[name] for name in names))
+
+
+def fitting(names: Iterable[str], modules: Sequence[GemmShape], share: float) -> list[str]:
+    """Those of these layers, in their order, that fit into a share of all linears' FLOPs."""
+    flops = {module.name: module.flops for module in modules}
+    budget, chosen = share * sum(flops.values()) * (1 + 1e-9), []
+    for name in names:
+        if flops[name] <= budget:
+            budget -= flops[name]
+            chosen.append(name)
     return chosen
 
 
@@ -88,14 +108,8 @@ def flops_of(names: Sequence[str], modules: Sequence[GemmShape]) -> float:
 def last_layers(quantized: Sequence[str], modules: Sequence[GemmShape], share: float) -> list[str]:
     """Layers from the model's end, as long as they fit into a share of all linears' FLOPs. Those of
     multi-token prediction are none, as in a rule's `last 15%`: the loss does not depend on them."""
-    flops = {module.name: module.flops for module in modules}
     predicting = {module.name for module in modules if module.position is None}
-    budget, chosen = share * sum(flops.values()) * (1 + 1e-9), []
-    for name in reversed(quantized):
-        if name not in predicting and flops[name] <= budget:
-            budget -= flops[name]
-            chosen.append(name)
-    return chosen
+    return fitting([n for n in reversed(quantized) if n not in predicting], modules, share)
 
 
 @dataclass(frozen=True)
@@ -170,14 +184,15 @@ def render(
     """The ranking as text: the worst layer for its FLOPs first, its GEMMs below it."""
     flops = {module.name: module.flops for module in modules}
     total = sum(flops.values())
+    wide = max(map(len, ranked)) + len(" BF16")
     lines = [
-        f"{'layer':44} {'score':>6} {'FLOPs':>6} {'loss change':>12} {'+-':>9} "
+        f"{'layer':{wide}} {'score':>6} {'FLOPs':>6} {'loss change':>12} {'+-':>9} "
         f"{'gradient error':>14} {'bias':>9}"
     ]
 
     def line(name: str, one: Damage, score: str = "", share: str = "") -> str:
         return (
-            f"{name:44} {score:>6} {share:>6} {one.loss_change:>+12.2e} {one.loss_error:>9.1e} "
+            f"{name:{wide}} {score:>6} {share:>6} {one.loss_change:>+12.2e} {one.loss_error:>9.1e} "
             f"{one.gradient_error:>14.4f} {one.gradient_bias:>+9.4f}"
         )
 

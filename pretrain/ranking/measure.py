@@ -32,7 +32,7 @@ class Measured:
     """Loss of every sample, and the gradients, under one set of recipes."""
 
     losses: Mapping[int, float]
-    """By sample, the mean over its counted tokens."""
+    """By sample, the mean over its counted tokens; samples without any (padding) have none."""
     gradients: Sequence[torch.Tensor]
     """fp32 buffers of this process."""
 
@@ -68,7 +68,7 @@ def measure(engine: Engine, micro_batches: Sequence[MicroBatch], recipes: Recipe
         for chunk in engine.chunks
         for buffer in chunk.buffers + chunk.expert_parallel_buffers
     ]
-    losses = {sample: loss / max(count, 1.0) for sample, loss, count in rows}
+    losses = {sample: loss / count for sample, loss, count in rows if count}
     engine.precision_state.nonfinite.zero_()
     return Measured(losses, gradients)
 

@@ -3,23 +3,26 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
+from models.parallel_config import ParallelConfig
 from pretrain.checkpoint.config import find_latest
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.state import load_sharded
 from pretrain.config import PretrainConfig
 from pretrain.data.dataset import open_dataset, open_validation
-from pretrain.data.loader import ValidLoader
+from pretrain.data.loader import BatchOptions, ValidLoader
 from pretrain.engine import Engine, build_engine
 from pretrain.initialize import initialize
 from pretrain.train_step import MicroBatch
 
 
 def open_engine(config: PretrainConfig, checkpoint: Path) -> tuple[Engine, int]:
-    """The engine with the weights of the newest whole checkpoint, and that checkpoint's step.
+    """The engine, whole in this process whatever the run's layout is, with the weights of the
+    newest whole checkpoint, and that checkpoint's step.
 
     Raises:
         ConfigError: several processes, no data, or no checkpoint there.
@@ -32,6 +35,7 @@ def open_engine(config: PretrainConfig, checkpoint: Path) -> tuple[Engine, int]:
             f"{checkpoint} must be a checkpoint, or a run's checkpoints folder; none is whole "
             "there; name runs/NAME/checkpoints"
         )
+    config = replace(config, model=config.model.unstaged, parallel=ParallelConfig())
     world = initialize(config.parallel, device=config.run.device, seed=config.run.seed)
     model = config.model
     data = open_dataset(config.data, model.seq_length, config.run.seed, model.vocab_size)
@@ -45,7 +49,7 @@ def open_engine(config: PretrainConfig, checkpoint: Path) -> tuple[Engine, int]:
 
 
 def read_batches(config: PretrainConfig, count: int) -> list[Sequence[MicroBatch]]:
-    """The first `count` global batches of the (first) validation set.
+    """The first `count` global batches of the (first) validation set, as the run validates on.
 
     Raises:
         ConfigError: there is no validation data, or not so much of it.
@@ -54,7 +58,10 @@ def read_batches(config: PretrainConfig, count: int) -> list[Sequence[MicroBatch
     if not sets:
         raise ConfigError("layers are ranked on validation data; set data.valid")
     loader = ValidLoader(
-        next(iter(sets.values())), config.train.global_batch_size, config.train.micro_batch_size
+        next(iter(sets.values())),
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+        options=BatchOptions.of(config.data),
     )
     found: list[Sequence[MicroBatch]] = list(loader.batches(count))
     if len(found) < count:

@@ -38,6 +38,7 @@ def plan_section(config: PretrainConfig, chosen: Sequence[str]) -> dict[str, Any
         section["recipe"] = rules.pop()["recipe"]
     section["rules"] = [{"modules": name, "recipe": "bf16"} for name in names] + rules
     section["schedule"] = _sparing(config, section["schedule"], names)
+    section["phases"] = {phase: name for phase, name in section["phases"].items() if name}
     _check(config, plan, section, set(chosen))
     return {key: value for key, value in section.items() if value not in (None, [], {}, ())}
 

@@ -73,7 +73,7 @@ def render(heat_map: HeatMap, limits: tuple[float, float]) -> str:
         top = _TOP + tall * index
         layer = ".".join(name.split(".")[:2])
         if layer != seen and top >= free:
-            short = layer.split(".")[-1]
+            short = escape(layer.removeprefix("layers."))
             parts.append(
                 f'<text class="tick y" x="{_LEFT - 6}" y="{top + tall / 2:.1f}">{short}</text>'
             )

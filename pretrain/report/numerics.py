@@ -14,6 +14,7 @@ from pretrain.report.heat_map import HeatMap, colour_range, legend, render
 
 # Figure, title, the value without error (None: the higher the brighter), which end is the bad one.
 _OPERAND_FIGURES = (
+    ("amax", "Largest magnitude, log2", None, max),
     ("snr_db", "Signal to noise, dB", None, min),
     ("slope", "Slope of the quantized on the exact value", 1.0, None),
     ("slope_max", "The same at the largest value of each block", 1.0, None),
@@ -97,6 +98,10 @@ def _cells(rows: Sequence[Row], part: str | None, figure: str, name: str = "modu
         holder: Any = row if part is None else row.get(part)
         value = holder.get(figure) if isinstance(holder, Mapping) else None
         if isinstance(value, int | float) and math.isfinite(value):
+            if figure == "amax":  # operands differ by powers of ten
+                if value <= 0:
+                    continue
+                value = math.log2(value)
             cells.setdefault(row[name], {})[row["step"]] = float(value)
     return cells
 

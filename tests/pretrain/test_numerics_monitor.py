@@ -178,6 +178,21 @@ def test_a_sound_recipe_and_broken_ones(folder, monkeypatch):
     )
 
 
+def test_routers_of_prediction_layers_are_seen(folder):
+    """Multi-token prediction with experts has routers of its own, behind the model's."""
+    rows = _Run(folder, "*E*E/*E/*E", precision={"recipe": "nvfp4"}).rows()
+    routed = [row for row in rows if "router" in row]
+    assert [row["router"] for row in routed] == [
+        "layers.1.mlp.router",
+        "layers.3.mlp.router",
+        "mtp.0.layers.1.mlp.router",
+        "mtp.1.layers.1.mlp.router",
+    ]
+    for row in routed:
+        assert sum(row["load"]) == pytest.approx(4, abs=1e-3)
+        assert 0.5 < row["entropy"] <= 1.0
+
+
 def test_zero_gradients_are_counted_over_the_whole_step(folder):
     """A weight whose inputs are all zero has a gradient of exact zeros, and so has half of one."""
     run = _Run(folder, precision={"recipe": "nvfp4"})

@@ -20,7 +20,7 @@ from pretrain.ranking.measure import (
 from pretrain.ranking.opened import open_engine, read_batches
 from pretrain.ranking.plan import plan_section
 from pretrain.trainer import Trainer
-from tests.toy import make_toy, toy_config
+from tests.toy import EOD, make_toy, toy_config
 from tools.rank_layers import main
 
 PRECISION = {"recipe": "nvfp4", "rules": [{"layers": "3", "recipe": "mxfp8"}]}
@@ -67,6 +67,32 @@ def test_damage_is_that_of_loss_and_gradient(opened):
         *("nvfp4", "mxfp8")
     }
     assert all(torch.equal(p, before[n]) for n, p in engine.chunks[0].named_parameters())
+
+
+def test_padding_of_the_last_batch_is_no_sample(opened):
+    """A sample without a loss would count as one that no precision harms."""
+    engine, batches = opened
+    counted = {
+        sample: float(mask.sum())
+        for micro_batch in batches[2]
+        for sample, mask in zip(micro_batch["sample_ids"], micro_batch["loss_mask"])
+    }
+    assert -1 in counted
+    found = measure(engine, batches[2], {})
+    assert found.losses.keys() == counted.keys() - {-1}
+    assert min(found.losses.values()) > 0.5
+
+
+def test_batches_are_those_that_the_run_validates_on(trained):
+    """Document boundaries and masked ends too."""
+    config = load_config(trained[0], ["data.eod_mask_loss=true", "data.reset_position_ids=true"])
+    (batch,) = read_batches(config, 1)
+    tokens = torch.cat([micro_batch["tokens"] for micro_batch in batch])
+    masks = torch.cat([micro_batch["loss_mask"] for micro_batch in batch])
+    positions = torch.cat([micro_batch["position_ids"] for micro_batch in batch])
+    assert torch.equal(masks == 0, tokens == EOD)
+    assert bool((masks == 0).any())
+    assert bool((positions[:, 1:] == 0).any())
 
 
 def test_one_gemm_alone_touches_what_it_should(opened):
@@ -156,7 +182,10 @@ def test_layers_are_chosen_for_their_flops():
     by_loss = scores(damages, "loss")
     assert within_share(by_loss, MODULES, 0.3) == NAMES[:2]
     assert within_share(by_loss, MODULES, 0.45) == [NAMES[0], NAMES[1]]
-    assert within_share(scores(damages, "both"), MODULES, 0.4) == [NAMES[0], NAMES[1]]
+    # .2 .25 .3 .25: most for the FLOPs first is layers 0 and 1, .45; most first is 2 and 0, .5.
+    assert within_share(scores(damages, "both"), MODULES, 0.4) == [NAMES[2], NAMES[0]]
+    # The one that does most fits; a small one before it, more for its FLOPs, would take its room.
+    assert within_share(dict(zip(NAMES, [0.3, 0.0, 0.0, 0.7])), MODULES, 0.45) == [NAMES[3]]
     with pytest.raises(ConfigError, match=r"smallest has 0\.100"):
         within_share(by_loss, MODULES, 0.05)
     with pytest.raises(ConfigError, match="none does any on this batch"):
@@ -277,6 +306,23 @@ def test_dropout_is_no_damage(tmp_path, trained):
     assert damage(measure(engine, batch, {}), exact) == Damage(0.0, 0.0, 0.0, 0.0)
 
 
+def test_a_run_of_any_layout_is_ranked_in_one_process(trained, tmp_path, capsys):
+    """The run file says how the run is laid out, and its plan keeps to what it trains."""
+    words = [*map(str, trained), "--no-gemms", "--verify", "1", "--bf16-share", "0.4"]
+    layout = [
+        "model.pattern=*-|*-",
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_parallel=true",
+        "parallel.pipeline_model_parallel_size=2",
+    ]
+    found = []
+    for name, overrides in (("one", []), ("many", layout)):
+        out = tmp_path / name
+        assert main([*words, *overrides, "--output", str(out)]) == 0
+        found.append((capsys.readouterr().out.replace(str(out), ""), out.read_text()))
+    assert found[0] == found[1]
+
+
 def test_mistakes_are_said_before_the_work(trained, tmp_path, capsys):
     """Another model's checkpoint, a plan that cannot be written, no number."""
     words = [*map(str, trained), "--no-gemms"]
@@ -288,4 +334,8 @@ def test_mistakes_are_said_before_the_work(trained, tmp_path, capsys):
     assert len(said) == 3
     assert "--max-gap must be at least 0 per cent; got nan" in said[0]
     assert "(is a directory)" in said[2]
+    assert main([*words, *plan, "--bf16-share", "0.01"]) == 2
+    said = capsys.readouterr()
+    assert "--bf16-share must leave room for a layer; got 0.01, and the smallest has" in said.err
+    assert said.out == "", "nothing has been measured"
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from pretrain.history import encode_row
+from pretrain.report.heat_map import HeatMap, render
 from pretrain.report.numerics import cost
 from pretrain.report.page import main, render_page, write_report
 from pretrain.report.run_data import load_run
@@ -178,6 +179,12 @@ def test_command_line(run, capsys, tmp_path):
     assert "is not a folder; give a run's folder" in capsys.readouterr().err
 
 
+def test_rows_of_a_map_are_named_by_their_layer():
+    rows = [("layers.3.mlp.linear_fc1", [1.0]), ("layers.3.mlp.linear_fc2", [1.0])]
+    drawn = render(HeatMap("", [1], [*rows, ("mtp.0.eh_proj", [None])]), (0.0, 1.0))
+    assert re.findall("([^>]*)</text>", drawn) == ["3", "mtp.0", "1"]
+
+
 def test_numerics_are_maps_of_layers_by_steps(run):
     """The worst cell is named; a damaged value is left out; nothing is drawn without figures."""
     assert "Numerics" not in render_page(load_run(run))
@@ -185,9 +192,11 @@ def test_numerics_are_maps_of_layers_by_steps(run):
     for step in (100, 200):
         for layer in range(3):
             snr = 12.25 if (layer, step) == (1, 200) else 20.0
-            operand = {"amax": 1.0, "snr_db": snr, "slope": 0.99, "flushed": "NaN"}
+            operand = {"amax": 2.0**-layer, "snr_db": snr, "slope": 0.99, "flushed": "NaN"}
             name = f"layers.{layer}.mlp.linear_fc1"
             rows.append({"step": step, "module": name, "fprop.x": operand, "zero_gradients": 0.1})
+        plain = {"amax": 0.0 if step == 100 else 8.0}
+        rows.append({"step": step, "module": "mtp.0.eh_proj", "fprop.x": plain})
         router = {"entropy": 0.9, "max_load": 1.5, "idle": 0.0, "load": [1.0]}
         rows.append({"step": step, "router": "layers.1.mlp.router", **router})
     (run / "numerics.jsonl").write_bytes(b"".join(map(encode_row, rows)))
@@ -195,14 +204,18 @@ def test_numerics_are_maps_of_layers_by_steps(run):
     text = page.text
     assert "farthest off: 12.25, layers.1.mlp.linear_fc1 fprop.x, step 200" in text
     assert "layers.1.mlp.linear_fc1 last 12.25 lowest 12.25 at step 200" in text
+    assert "layers.2.mlp.linear_fc1 last -2 lowest -2 at step 100" in text, "log2 of amax"
+    assert "mtp.0.eh_proj last 3 lowest 3 at step 200" in text, "an amax of 0 has no logarithm"
     assert "Entropy of the router" in text
     assert "flushed to zero" not in text
     images = [
         value for name, value in page.attributes if name == "href" and value[:10] == "data:image"
     ]
-    assert len(images) == 2 + 1 + 3, "snr and slope, gradients, three figures of the router"
-    width, height = struct.unpack(">II", base64.b64decode(images[0].split(",")[1])[16:24])
-    assert (width, height) == (2, 3)
+    assert len(images) == 3 + 1 + 3, "amax, snr and slope, gradients, three figures of the router"
+    sizes = [
+        struct.unpack(">II", base64.b64decode(image.split(",")[1])[16:24]) for image in images[:2]
+    ]
+    assert sizes == [(2, 4), (2, 3)]
 
 
 def test_the_cost_of_monitoring_is_told():
