@@ -97,6 +97,12 @@ def final_gaps(row: Row, base: Row, forward: str = "own", name: str = "") -> dic
     }
 
 
+def gap_differences(row: Row, other: Row, base: Row, forward: str = "own") -> Interval | None:
+    """The row's final gap less the other's, in points, paired by seed; None without a pair."""
+    a, b = final_gaps(row, base, forward), final_gaps(other, base, forward)
+    return interval({seed: a[seed] - b[seed] for seed in a.keys() & b.keys()})
+
+
 def end_together(run: RunData, base: RunData) -> bool:
     """Whether both are finished, after as many steps: in the middle of a run, before its learning
     rate falls, a loss is higher than at the end of a shorter one."""

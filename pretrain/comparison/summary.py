@@ -13,6 +13,7 @@ from pretrain.comparison.gaps import (
     end_together,
     final_gaps,
     first_difference,
+    gap_differences,
     interval,
     training_gaps,
 )
@@ -207,8 +208,7 @@ def between_rows(rows: Sequence[Row], base: Row, forward: str = "own") -> list[s
     others, said = [row for row in rows if row is not base and not broken_seeds(row)], []
     for i, first in enumerate(others):
         for second in others[i + 1 :]:
-            a, b = final_gaps(first, base, forward), final_gaps(second, base, forward)
-            found = interval({seed: a[seed] - b[seed] for seed in a.keys() & b.keys()})
+            found = gap_differences(first, second, base, forward)
             if found is None:
                 continue
             words = {

@@ -43,6 +43,8 @@ from pretrain.study.trained import Trained, problems_of, read_all
 
 FORMAT, VERSION = "nibble study results", 1
 RESULTS_FILE = "results.json"
+REFERENCE_ROW = "nvfp4"
+"""V1, which gaps are divided by."""
 _BINS = 48
 
 

@@ -11,19 +11,22 @@ import re
 from collections.abc import Callable, Sequence
 
 from fused_ops.errors import ConfigError
-from pretrain.comparison.gaps import Interval, broken_seeds, diverged_at, final_gaps, interval
+from pretrain.comparison.gaps import (
+    broken_seeds,
+    diverged_at,
+    final_gaps,
+    gap_differences,
+    interval,
+)
 from pretrain.comparison.ratio import gap_ratio
 from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row
 from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import spoken
-from pretrain.study.results import ModelResults, StudyRow
+from pretrain.study.goals import goals
+from pretrain.study.results import REFERENCE_ROW, ModelResults, StudyRow
 from pretrain.study.split import HEAD, split
 
-REFERENCE_ROW = "nvfp4"
-"""V1, which gaps are divided by."""
-FAST_ROWS = ("nvfp4_fast_fp8", "nvfp4_fast_x8")
-"""Rows whose GEMMs all run at FP8 speed on Hopper, and which may be better than V1."""
 _MARK = re.compile(r"<!-- study:(?P<name>[\w:.-]+) -->.*?<!-- /study:(?P=name) -->", re.DOTALL)
 _EVIDENCE = (
     ("x, dB", "fprop.x snr_db"),
@@ -176,17 +179,11 @@ def _half(found: object, seeds: int) -> str:
     return "" if half is None else f"+- {half(seeds):.2f}"
 
 
-def differences_of(one: StudyRow, other: StudyRow, base: StudyRow) -> Interval | None:
-    """The row's final gap less the other's, own forward, paired by seed."""
-    a, b = final_gaps(one.row, base.row), final_gaps(other.row, base.row)
-    return interval({seed: a[seed] - b[seed] for seed in a.keys() & b.keys()})
-
-
 def _beside(one: StudyRow, v1: StudyRow | None, base: StudyRow) -> list[str]:
     """Less V1's gap, pooled, over V1's gap, and what may be said."""
     if v1 is None or one in (v1, base):
         return ["", "", "1" if one is v1 else "", ""]
-    found = differences_of(one, v1, base)
+    found = gap_differences(one.row, v1.row, base.row)
     if found is None:
         return ["", "", "", "no common seed"]
     if broken_seeds(one.row) or broken_seeds(v1.row):
@@ -294,83 +291,3 @@ def why(model: ModelResults, base_row: str) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def goals(models: Sequence[ModelResults], base_row: str) -> str:
-    """The three goals of the study beside what was measured, each with its interval."""
-    lines = (
-        ("(a) without BF16 layers at most 0.8 of V1's gap", _goal_gap),
-        ("(b) at FP8 speed, better than V1", _goal_fast),
-        ("(c) BF16 tail and late forward under 0.5 %, 0.78 of the FLOPs in 4 bits", _goal_late),
-    )
-    text = []
-    for name, measured in lines:
-        said = []
-        for model in models:
-            base, v1 = model.find(base_row), model.find(REFERENCE_ROW)
-            if base is not None and v1 is not None:
-                said += [f"{model.name} {one}" for one in measured(model, v1, base)]
-        text.append(f"- {name}: {'; '.join(said) or 'not yet measured'}.")
-    return "\n".join(text)
-
-
-def _verdict(is_met: bool, is_missed: bool) -> str:
-    return "met" if is_met else "missed" if is_missed else "not decided"
-
-
-def _goal_gap(model: ModelResults, v1: StudyRow, base: StudyRow) -> list[str]:
-    """(a): the best row without BF16 layers has at most 0.8 of V1's gap; missed if none may.
-
-    8 bits are no BF16: a row with them says how much of its FLOPs has 4.
-    """
-    found = []
-    for one in model.rows:
-        ratio = gap_ratio(one.row, v1.row, base.row)
-        whole = not any(one.precision.get(key) for key in ("plan", "rules", "schedule"))
-        if one in (v1, base) or ratio is None or one.low_bit < 0.999 or not whole:
-            continue
-        if broken_seeds(one.row):
-            continue
-        found.append((ratio.value, one.row.label, one, ratio))
-    if not found:
-        return []
-    _, label, best, ratio = min(found, key=lambda entry: entry[:2])
-    met = ratio.high is not None and ratio.high <= 0.8
-    missed = all(each.low is not None and each.low > 0.8 for *_, each in found)
-    others = len(found) - 1
-    share = f", {best.four_bit:.2f} of the linears' FLOPs in 4 bits" if best.four_bit < 1 else ""
-    chosen = f" (the lowest of {others + 1}, so a little too low)" if others else ""
-    return [f"`{label}` {ratio}{share}{chosen}: {_verdict(met, missed)}"]
-
-
-def _goal_fast(model: ModelResults, v1: StudyRow, base: StudyRow) -> list[str]:
-    """(b): a recipe whose GEMMs all run at FP8 speed on Hopper is better than V1."""
-    said = []
-    for label in FAST_ROWS:
-        one = model.find(label)
-        found = None if one is None else differences_of(one, v1, base)
-        if one is None or found is None:
-            continue
-        broken = bool(broken_seeds(one.row))
-        met, missed = found.verdict == "below" and not broken, found.verdict == "above" or broken
-        said.append(f"`{label}` {spoken(found, '+.2f')} points: {_verdict(met, missed)}")
-    return said
-
-
-def _goal_late(model: ModelResults, v1: StudyRow, base: StudyRow) -> list[str]:
-    """(c): BF16 tail and late forward switch under 0.5 %, with 0.78 of GEMM FLOPs in 4 bits."""
-    said = []
-    for one in model.rows:
-        gap = interval(final_gaps(one.row, base.row))
-        if "_tail_late" not in one.row.label or gap is None:
-            continue
-        half = gap.half if gap.half is not None else float("inf")
-        met = gap.mean + half < 0.5 and one.four_bit >= 0.78
-        missed = gap.mean - half > 0.5 or one.four_bit < 0.78
-        if broken_seeds(one.row):
-            met, missed = False, True
-        share = f"{one.four_bit:.4f} of the block linears' FLOPs"
-        if one.four_bit_all is not None:
-            share += f" ({one.four_bit_all:.4f} of all matrix products')"
-        said.append(f"`{one.row.label}` {spoken(gap, '+.2f')} %, {share}: {_verdict(met, missed)}")
-    return said
