@@ -96,6 +96,10 @@ def _print_report(report: "Report") -> None:
         print(f"{name:<{width}}", *cells)
     if report.version is not None:
         print(f"the sampler had version {report.version} of the weights, from {report.handoff}")
+    if not report.invariance:
+        length = report.length
+        print(f"batch invariance was not tried: the data holds one sequence of {length} tokens")
+        return
     print("batch invariance, the same bits alone and beside others:")
     for each in report.invariance:
         why = f" ({each.shared} layers share an amax over tokens)" if each.shared else ""

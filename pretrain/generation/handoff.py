@@ -69,6 +69,8 @@ def publish_weights(folder: Path, model: Any, version: int, *, keep: int = 2) ->
             "count on from there, also in a run that went back to an earlier step, or name another "
             "folder"
         )
+    if version < 0:
+        problems.append(f"a handed-over version must be at least 0; got {version}; count steps")
     if keep < 2:
         problems.append(f"keep must be at least 2, for whoever reads the one before; got {keep}")
     if problems:

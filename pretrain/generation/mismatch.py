@@ -83,8 +83,9 @@ def compare(sampler: Scores, trainer: Scores) -> Mismatch:
 
 
 def _divergences(sampler: Tensor, trainer: Tensor) -> tuple[float, float]:
-    """KL both ways, mean over the places of one sequence; FP64 of one sequence at a time."""
-    s, t = sampler.double(), trainer.double()
+    """KL both ways, mean over the places of one sequence; FP64 of one sequence at a time, in which
+    probabilities add up to 1."""
+    s, t = sampler.double().log_softmax(-1), trainer.double().log_softmax(-1)
     gap = s - t
     return float((s.exp() * gap).sum(-1).mean()), float((t.exp() * -gap).sum(-1).mean())
 

@@ -129,10 +129,13 @@ class Report:
     trainer: str
     sequences: int
     """As many as were asked for, or as the data holds."""
+    length: int
+    """Tokens of each."""
     mismatch: Mismatch
     baseline: Mismatch
     """BF16 (the model's own type) on both sides: what caches alone do."""
     invariance: list[Invariance]
+    """Empty where the data holds no second sequence."""
     handoff: Path | None
     version: int | None
 
@@ -144,20 +147,16 @@ INVARIANCE_SIZE = (4, 8)
 def measure(opened: OpenedModel, question: Question) -> Report:
     """Everything that `tools.mismatch` prints. The model's weights may be other ones afterwards."""
     sides = Sides(opened, question.sampler, question.trainer)
-    tokens = _tokens(opened, question)
-    prompt = question.prompt
+    # Invariance needs others beside a sequence, however few are compared.
+    found = _tokens(opened, question, max(question.sequences, INVARIANCE_SIZE[0]))
+    tokens, prompt = found[: question.sequences], question.prompt
     sides.take_named("bf16")
     baseline = compare(
         sampler_scores(opened, tokens, prompt), trainer_scores(opened, tokens, prompt)
     )
-    few = tokens[: INVARIANCE_SIZE[0], : prompt + INVARIANCE_SIZE[1]]
-    invariance = []
-    for name, recipe in (("row-scaled NVFP4", ROW_SCALED), ("pow2 NVFP4", "nvfp4_pow2")):
-        sides.take_named(recipe)
-        invariance.append(batch_invariance(opened, name, few, prompt))
+    few = found[: INVARIANCE_SIZE[0], : prompt + INVARIANCE_SIZE[1]]
+    invariance = _invariance(opened, sides, few, prompt) if len(few) > 1 else []
     sides.take("sampler")
-    name = f"sampler {sides.describe('sampler')}"
-    invariance.insert(0, batch_invariance(opened, name, few, prompt))
     if question.sample:
         tokens = sampled_tokens(opened, tokens, prompt, question.seed)
     sides.take("trainer")
@@ -169,6 +168,7 @@ def measure(opened: OpenedModel, question: Question) -> Report:
         sampler=sides.describe("sampler"),
         trainer=sides.describe("trainer"),
         sequences=len(tokens),
+        length=tokens.shape[1],
         mismatch=mismatch,
         baseline=baseline,
         invariance=invariance,
@@ -177,8 +177,18 @@ def measure(opened: OpenedModel, question: Question) -> Report:
     )
 
 
-def _tokens(opened: OpenedModel, question: Question) -> Tensor:
-    """int64 [sequences, length] of validation data."""
+def _invariance(opened: OpenedModel, sides: Sides, few: Tensor, prompt: int) -> list[Invariance]:
+    """Of the sampler's precision, and of the two kinds of NVFP4 that are made for it."""
+    sides.take("sampler")
+    tried = [batch_invariance(opened, f"sampler {sides.describe('sampler')}", few, prompt)]
+    for name, recipe in (("row-scaled NVFP4", ROW_SCALED), ("pow2 NVFP4", "nvfp4_pow2")):
+        sides.take_named(recipe)
+        tried.append(batch_invariance(opened, name, few, prompt))
+    return tried
+
+
+def _tokens(opened: OpenedModel, question: Question, sequences: int) -> Tensor:
+    """int64 [at most `sequences`, length] of validation data."""
     valid = opened.config.data.valid if question.data is None else str(question.data)
     if valid is None:
         raise ConfigError(
@@ -193,7 +203,7 @@ def _tokens(opened: OpenedModel, question: Question) -> Tensor:
         )
     if length > longest:
         raise ConfigError(f"--length must be at most model.seq_length {longest}; got {length}")
-    return validation_windows(valid, (question.sequences, length), opened.vocab_size, "--data")
+    return validation_windows(valid, (sequences, length), opened.vocab_size, "--data")
 
 
 def _hand_over(opened: OpenedModel, folder: Path | None) -> int | None:

@@ -129,6 +129,9 @@ def test_versions_grow_and_old_ones_go(tmp_path):
     assert latest_version(tmp_path) == 5
     with pytest.raises(ConfigError, match="must be above the last, 5; got 5; count on from there"):
         publish_weights(tmp_path, model, 5)
+    with pytest.raises(ConfigError, match="must be at least 0; got -1"):
+        publish_weights(tmp_path / "new", model, -1)
+    assert latest_version(tmp_path / "new") is None
     with pytest.raises(ConfigError, match="keep must be at least 2"):
         publish_weights(tmp_path, model, 6, keep=1)
     assert receive_weights(tmp_path / "none", model) is None

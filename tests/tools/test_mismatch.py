@@ -19,6 +19,7 @@ from pretrain.generation.mismatch_report import Sides
 from pretrain.generation.opened import OpenedModel
 from pretrain.initialize import shut_down
 from tests.pretrain.generation_run import words_run
+from tests.toy import write_toy_data
 from tools.mismatch import main
 
 
@@ -53,6 +54,21 @@ def test_figures_are_their_definitions():
     s, t = s.double(), t.double()
     assert found.kl == pytest.approx(float((s * (s / t).log()).sum(-1).mean()), rel=1e-5)
     assert found.kl_reverse == pytest.approx(float((t * (t / s).log()).sum(-1).mean()), rel=1e-5)
+
+
+def test_a_divergence_of_nearly_equal_distributions_is_not_negative():
+    """FP32 log-probabilities do not add up to 1: what is missing is no divergence."""
+    logits = 3 * torch.randn(4, 6, 50, generator=torch.Generator().manual_seed(0))
+    near = logits + 1e-6 * torch.rand(logits.shape, generator=torch.Generator().manual_seed(1))
+    targets = torch.zeros(4, 6, dtype=torch.int64)
+    for index in range(4):
+        pair = [
+            Scores(table[index : index + 1].log_softmax(-1), targets[index : index + 1])
+            for table in (logits, near)
+        ]
+        found = compare(*pair)
+        assert 0 < found.kl < 1e-11
+        assert 0 < found.kl_reverse < 1e-11
 
 
 def test_k3_is_an_unbiased_estimate_of_kl_on_sampled_tokens():
@@ -135,6 +151,20 @@ def test_the_tool_prints_figures_and_batch_invariance(trained, tmp_path, capsys)
     assert report["baseline"]["largest"] < 1e-4 < report["mismatch"]["mean"]
     assert 0 < report["mismatch"]["k3"] < 1
     assert report["version"] == 1
+
+
+def test_batch_invariance_is_tried_beside_others_or_not_at_all(trained, tmp_path, capsys):
+    """Of one sequence that is compared, too: alone it is equal to itself in every precision."""
+    words = [str(trained), "--length", "14", "--prompt", "6", "--sequences", "1"]
+    assert main([*words, "--sampler", "nvfp4"]) == 0
+    said = capsys.readouterr().out
+    assert "8 tokens; d =" in said
+    assert "sampler nvfp4 (8 layers share an amax over tokens): cached no" in said
+    short = write_toy_data(tmp_path / "short", documents=1, seed=3)  # 25 tokens
+    assert main([*words, "--sampler", "nvfp4", "--data", str(short)]) == 0
+    said = capsys.readouterr().out
+    assert "batch invariance was not tried: the data holds one sequence of 14 tokens" in said
+    assert "cached" not in said
 
 
 def test_sampled_tokens_are_the_samplers(opened):
