@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from pretrain.comparison.runs import Point, Row, RunData
 
@@ -123,20 +124,28 @@ def broken_seeds(row: Row) -> list[int]:
 
 
 def training_gaps(row: Row, base: Row, bins: int = _BINS) -> dict[int, list[Point]]:
-    """{seed: (step, gap in per cent)} of the training loss, each point a mean over many steps."""
+    """{seed: (step, gap in per cent)} of the training loss, each point a mean over a part of the
+    run; steps whose loss is not finite in both are left out."""
     found = {}
     for seed in sorted(row.runs.keys() & base.runs.keys()):
         losses, wanted = dict(row.runs[seed].losses), dict(base.runs[seed].losses)
         steps = [s for s in sorted(losses.keys() & wanted.keys()) if _finite(losses[s], wanted[s])]
-        size = max(1, math.ceil(len(steps) / bins))
         points = []
-        for first in range(0, len(steps), size):
-            part = steps[first : first + size]
+        for part in parts(steps, row.runs[seed].steps, bins):
             own, other = sum(losses[s] for s in part), sum(wanted[s] for s in part)
             points.append((part[-1], 100.0 * (own - other) / other))
         if points:
             found[seed] = points
     return found
+
+
+def parts(steps: Sequence[int], total: int, count: int) -> list[list[int]]:
+    """Increasing steps of a run of `total` by the `count` equal parts of it that they lie in.
+
+    Where a part ends does not depend on which steps are there, so that parts of several seeds go
+    together; those without steps are left out.
+    """
+    return [list(part) for _, part in groupby(steps, lambda step: -(-step * count // total))]
 
 
 def first_difference(run: RunData, base: RunData) -> int | None:
@@ -158,17 +167,15 @@ def diverged_at(run: RunData, base: RunData, share: float = DIVERGED) -> int | N
     above a base that is not.
     """
     wanted = dict(base.losses)
-    steps = [(step, loss) for step, loss in run.losses if step in wanted]
-    size = max(1, math.ceil(len(steps) / _BINS))
+    losses = {step: loss for step, loss in run.losses if step in wanted}
     start = None
-    for first in range(0, len(steps), size):
-        part = steps[first : first + size]
-        own = mean_to_the_end([loss for _, loss in part])
-        other = mean_to_the_end([wanted[step] for step, _ in part])
+    for part in parts(list(losses), run.steps, _BINS):
+        own = mean_to_the_end([losses[step] for step in part])
+        other = mean_to_the_end([wanted[step] for step in part])
         if math.isfinite(own) and not own > (1 + share) * other:
             start = None
         elif start is None:
-            start = part[0][0]
+            start = part[0]
     return start
 
 

@@ -74,7 +74,7 @@ def read_references(folder: Path) -> list[Reference]:
             data = json.loads(path.read_text())
             rows = data if isinstance(data, list) else [data]
             found += [_reference(row) for row in rows]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             problems.append(
                 f"{path} must be {FORMAT!r}, version {VERSION} ({type(error).__name__}: {error}); "
                 "write it with --write-reference"
@@ -92,6 +92,9 @@ def _reference(data: Mapping[str, Any]) -> Reference:
     if not 0 < float(data["tokens_per_parameter"]) < math.inf:
         raise ValueError(f"tokens_per_parameter {data['tokens_per_parameter']!r}")
     last = [run["gaps"][-1] for run in data["runs"]]
+    for _, *gaps in last:
+        if broken := [gap for gap in gaps if gap is not None and not math.isfinite(gap)]:
+            raise ValueError(f"gap {broken[0]}")
     return Reference(
         name=str(data["name"]),
         precision=dict(data["precision"]),

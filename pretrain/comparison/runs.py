@@ -5,6 +5,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -48,7 +49,7 @@ class RunData:
     settings: Mapping[str, Any]
     """Flat, without where and how it computed."""
     losses: Sequence[Point]
-    """(step, training loss)."""
+    """(step, training loss), by step; of a step that was taken again, the last."""
     tokens: Mapping[int, int]
     """Tokens consumed after each step."""
     validation: Mapping[tuple[str, str], Sequence[Point]]
@@ -174,7 +175,7 @@ def _metrics(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         if (forward, main) in validation:
             validation[forward, ""] = validation[forward, main]
     return {
-        "losses": [(row["step"], float(row["loss"])) for row in training],
+        "losses": sorted({row["step"]: float(row["loss"]) for row in training}.items()),
         "tokens": {row["step"]: int(row["tokens"]) for row in rows if "tokens" in row},
         "validation": validation,
         "main_set": main,
@@ -269,7 +270,8 @@ def _forward_of(key: str) -> str | None:
 def group_runs(runs: Sequence[RunData]) -> list[Row]:
     """Rows of runs whose settings are the same but for the seed, in order of first appearance.
 
-    A row is called by its runs' common name without the seed: v1-s1 and v1-s2 are v1.
+    A row is called by its runs' common name without the seed: v1-s1 and v1-s2 are v1. Rows of one
+    name are told apart by their folders.
 
     Raises:
         ConfigError: two runs have one seed and one set of settings.
@@ -288,12 +290,12 @@ def group_runs(runs: Sequence[RunData]) -> list[Row]:
     if problems:
         raise ConfigError(problems)
     rows = list(groups.values())
-    for row in rows:
-        if sum(other.label == row.label for other in rows) > 1:
-            row.label = next(iter(row.runs.values())).name
-    for index, row in enumerate(rows):
-        if any(other.label == row.label for other in rows[:index]):
-            row.label = str(next(iter(row.runs.values())).path)
+    for strip in (True, False):
+        names = Counter(row.label for row in rows)
+        for row in rows:
+            if names[row.label] > 1:
+                path = str(next(iter(row.runs.values())).path)
+                row.label = _SEED.sub("", path) if strip else path
     return rows
 
 

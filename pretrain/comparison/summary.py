@@ -113,7 +113,7 @@ def _notes(row: Row, base: Row) -> list[str]:
     """What keeps a row from being compared fairly with the base, in sentences."""
     both = [*row.runs.values(), *base.runs.values()]
     notes = [f"differs from the base in {text}" for text in differences(row, base)]
-    cards = {run.card for run in both}
+    cards = {run.card or "not recorded" for run in both}
     if len(cards) > 1:
         notes.append(f"speeds are of different machines: {', '.join(sorted(cards))}")
     if len({run.data for run in both if run.data}) > 1:

@@ -31,7 +31,7 @@ from fused_ops.keys import GEMMS
 from fused_ops.recipe import bits
 from models.flops import fixed_parts
 from pretrain.comparison.compare import tokens_per_parameter
-from pretrain.comparison.gaps import mean_to_the_end
+from pretrain.comparison.gaps import mean_to_the_end, parts
 from pretrain.comparison.reference import precision_key
 from pretrain.comparison.runs import Row, RunData, differences
 from pretrain.config import PretrainConfig, make_config, precision_plan
@@ -222,7 +222,7 @@ def _run(run: RunData) -> dict[str, Any]:
         "memory_gib": run.memory_gib,
         "losses": [
             [step, run.tokens.get(step, step), round(loss, 5) if math.isfinite(loss) else None]
-            for step, loss in _binned(run.losses)
+            for step, loss in _binned(run)
         ],
         "validation": [
             [step, run.tokens.get(step, step), loss, bf16.get(step)] for step, loss in own
@@ -230,10 +230,12 @@ def _run(run: RunData) -> dict[str, Any]:
     }
 
 
-def _binned(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    size = max(1, math.ceil(len(losses) / _BINS))
-    parts = [losses[first : first + size] for first in range(0, len(losses), size)]
-    return [(part[-1][0], mean_to_the_end([loss for _, loss in part])) for part in parts]
+def _binned(run: RunData) -> list[tuple[int, float]]:
+    losses = dict(run.losses)
+    return [
+        (part[-1], mean_to_the_end([losses[step] for step in part]))
+        for part in parts(list(losses), run.steps, _BINS)
+    ]
 
 
 def shares(

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparing runs that did not end as runs do: no numbers, no last validation, sets with names."""
 
+import json
 import math
 
 import pytest
+import yaml
 
 from pretrain.comparison.compare import load_rows
-from pretrain.comparison.gaps import broken_seeds, diverged_at, final_gaps, first_difference
+from pretrain.comparison.gaps import (
+    broken_seeds,
+    diverged_at,
+    final_gaps,
+    first_difference,
+    mean_curve,
+    training_gaps,
+)
 from pretrain.comparison.picture import write_png
 from pretrain.comparison.reference import Reference, judge
 from pretrain.comparison.spread import spread
@@ -14,6 +23,8 @@ from pretrain.comparison.summary import cells, ratios, summarize
 from pretrain.history import encode_row, read_metrics
 from tests.pretrain.test_comparison import write_run
 from tools.compare_runs import main
+
+PAIR = (("bf16", "bf16"), ("v1", "nvfp4"))
 
 
 def change_rows(run, change):
@@ -184,3 +195,77 @@ def test_without_a_gap_there_are_words_and_no_picture(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "no row shares a seed and a step with a: there is no gap to draw" in said
     assert not (out / "compare.png").exists()
+
+
+def test_steps_without_numbers_leave_the_other_seeds_their_curve(tmp_path):
+    """A point of the mean is of one part of the run in all seeds, whatever steps one of them
+    lacks: three in the middle, or those after a stop."""
+    for seed in (1, 2):
+        write_run(tmp_path, "bf16", seed, 0.0, "bf16")
+        write_run(tmp_path, "v1", seed, 0.01, "nvfp4")
+    change_rows(tmp_path / "v1-s2", without_numbers(51, 53))
+    base, v1 = load_rows([tmp_path])
+    found = mean_curve(training_gaps(v1, base))
+    assert [step for step, *_ in found] == [step for step in range(2, 121, 2) if step != 52]
+    expected = 100 * (0.01 * (119 + 120) / 2 / 120)
+    assert found[-1][1] == pytest.approx(expected, rel=1e-3)
+    path = tmp_path / "v1-s2" / "metrics.jsonl"
+    path.write_bytes(b"".join(encode_row(r) for r in read_metrics(path) if r["step"] <= 90))
+    base, v1 = load_rows([tmp_path])
+    found = mean_curve(training_gaps(v1, base))
+    assert [step for step, *_ in found] == [step for step in range(2, 91, 2) if step != 52]
+
+
+def test_the_last_tenth_is_a_tenth(tmp_path):
+    for name, factor, recipe in (("bf16", 0.0, "bf16"), ("v1", 0.01, "nvfp4")):
+        run = write_run(tmp_path, name, 1, factor, recipe, steps=101)
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["train"]["steps"] = 101
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    base, v1 = load_rows([tmp_path])
+    own, other = (dict(row.runs[1].losses) for row in (v1, base))
+    last = range(91, 102)
+    expected = 100 * (sum(own[s] for s in last) / sum(other[s] for s in last) - 1)
+    assert training_gaps(v1, base, bins=10)[1][-1] == (101, pytest.approx(expected, rel=1e-9))
+
+
+def test_steps_that_were_taken_again_count_once(tmp_path):
+    """As they stand where a history could not be cut back: what came last is the run's."""
+    runs = [write_run(tmp_path, name, 1, 0.0, recipe) for name, recipe in PAIR]
+    path = runs[1] / "metrics.jsonl"
+    whole = read_metrics(path)
+    cut = next(i for i, row in enumerate(whole) if row["step"] == 60)
+    again = [{**row, "loss": 9.0} for row in whole[cut : cut + 20] if "loss" in row]
+    path.write_bytes(b"".join(map(encode_row, [*whole[:cut], *again, *whole[cut:]])))
+    base, v1 = load_rows([tmp_path])
+    assert v1.runs[1].losses == base.runs[1].losses
+    assert first_difference(v1.runs[1], base.runs[1]) is None
+
+
+def test_rows_of_one_name_are_told_apart(tmp_path):
+    for folder, settings in (("x", {}), ("y", {"global_batch_size": 16})):
+        for seed in (1, 2):
+            write_run(tmp_path / folder, "v1", seed, 0.0, "nvfp4", **settings)
+    rows = load_rows([tmp_path / "x", tmp_path / "y"])
+    assert [(row.label, sorted(row.runs)) for row in rows] == [
+        (str(tmp_path / folder / "v1"), [1, 2]) for folder in "xy"
+    ]
+
+
+def test_machines_that_were_not_recorded_and_references_that_cannot_be_read(tmp_path, capsys):
+    runs = [write_run(tmp_path, name, 1, 0.0, recipe) for name, recipe in PAIR]
+    (runs[1] / "environment.json").unlink()
+    words = [*map(str, runs), "--output", str(tmp_path)]
+    assert main(words) == 0
+    said = "speeds are of different machines: NVIDIA H200, not recorded\n"
+    assert said in capsys.readouterr().out
+    place = tmp_path / "references"
+    (place / "folder.json").mkdir(parents=True)
+    reference = {"format": "nibble reference gaps", "version": 1, "name": "x/y", "precision": {}}
+    reference |= {"tokens_per_parameter": 1.0, "source": "a card"}
+    reference["runs"] = [{"seed": 1, "gaps": [[1000, math.nan, None]]}]
+    (place / "nan.json").write_text(json.dumps(reference))
+    assert main([*words, "--against", str(place)]) == 2
+    errors = capsys.readouterr().err
+    assert "folder.json must be 'nibble reference gaps', version 1 (IsADirectoryError" in errors
+    assert "nan.json must be 'nibble reference gaps', version 1 (ValueError: gap nan" in errors
