@@ -47,8 +47,10 @@ def _names(options: argparse.Namespace) -> list[str]:
 def _problems(options: argparse.Namespace) -> list[str]:
     rules = (
         (
-            options.limit is None or options.limit > 0,
-            f"--limit must be positive; got {options.limit}",
+            options.limit is None
+            or 0 < options.limit < 1
+            or (options.limit >= 1 and options.limit.is_integer()),
+            f"--limit must be a whole number of questions, or a share below 1; got {options.limit}",
         ),
         (
             options.num_fewshot is None or options.num_fewshot >= 0,

@@ -2,7 +2,9 @@
 """Our models behind the interface of lm-evaluation-harness, and its tasks run with them."""
 
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +43,32 @@ def harness_model(scorer: Scorer) -> Any:
 
 class HarnessAnswers:
     """The three questions of lm-evaluation-harness. Each takes its requests, whose `args` are a
-    tuple, and gives a list."""
+    tuple, and gives a list.
+
+    `failed` tells whether an error came of an answer, and not of a task.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         super().__init__()
         self.scorer = scorer
+        self.failed = False
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        self.failed = True
+        yield
+        self.failed = False
 
     def loglikelihood(self, requests: Sequence[Any], **_options: Any) -> list[tuple[float, bool]]:
         """args (context, continuation) -> (log-likelihood, whether greedy decoding gives it)."""
-        pairs = [self.scorer.encode_pair(*request.args) for request in requests]
-        return self.scorer.log_likelihoods(pairs)
+        with self._answering():
+            pairs = [self.scorer.encode_pair(*request.args) for request in requests]
+            return self.scorer.log_likelihoods(pairs)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_options: Any) -> list[float]:
         """args (text,) -> its log-likelihood."""
-        return self.scorer.text_log_likelihoods([request.args[0] for request in requests])
+        with self._answering():
+            return self.scorer.text_log_likelihoods([request.args[0] for request in requests])
 
     def generate_until(self, requests: Sequence[Any], **_options: Any) -> list[str]:
         """args (context, settings) -> the answer; equal settings are answered together."""
@@ -63,10 +77,11 @@ class HarnessAnswers:
             by_settings.setdefault(repr(sorted(request.args[1].items())), []).append(index)
         answers = [""] * len(requests)
         for members in by_settings.values():
-            settings = dict(requests[members[0]].args[1])
+            asked = _generation(dict(requests[members[0]].args[1]))
             texts = [requests[i].args[0] for i in members]
-            for index, text in zip(members, self.scorer.answers(texts, **_generation(settings))):
-                answers[index] = text
+            with self._answering():
+                for index, text in zip(members, self.scorer.answers(texts, **asked)):
+                    answers[index] = text
         return answers
 
 
@@ -85,13 +100,17 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
     temperature = float(bool(settings.get("do_sample")) if asked is None else asked)
     if not settings.get("do_sample", temperature > 0):
         temperature = 0.0
-    sampling = Sampling(
-        temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0)
-    )
+    top_k, top_p = int(settings.get("top_k") or 0), float(settings.get("top_p") or 1.0)
+    count = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256)
+    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and count >= 1):
+        raise ConfigError(
+            "generation_kwargs of a task must have a temperature and a top_k of at least 0, a "
+            f"top_p in (0, 1] and at least one new token; got {settings}"
+        )
     return {
         "until": [end for end in ([until] if isinstance(until, str) else until) if end],
-        "count": int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256),
-        "sampling": sampling,
+        "count": count,
+        "sampling": Sampling(temperature, top_k, top_p),
     }
 
 
@@ -107,51 +126,52 @@ def run_tasks(
 
     Args:
         scorer: the model.
-        tasks: names that it knows, or YAML files of tasks.
+        tasks: names that it knows, with wildcards, or YAML files of tasks.
         include: a folder of further tasks.
         num_fewshot: examples before each question; None as the task says.
         limit: at most so many questions a task (below 1 a share of them).
 
     Raises:
-        ConfigError: the package or a task is not there, or a task cannot be read.
+        ConfigError: the package or a task is not there, or a task cannot be used.
     """
     model = harness_model(scorer)
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    names = [str(Path(name).resolve()) if name.endswith((".yaml", ".yml")) else name
-             for name in tasks]  # fmt: skip
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
-
-    class Tasks(TaskManager):
-        """Whatever of a task file or its data cannot be read is said in words."""
-
-        def load(self, *arguments: Any, **settings: Any) -> Any:
-            try:
-                return super().load(*arguments, **settings)
-            except Exception as error:
-                reason = " ".join(str(error.__cause__ or error).split()) or "its data is empty"
-                raise ConfigError(
-                    f"--tasks {', '.join(tasks)}: a task, or its data, cannot be read "
-                    f"({type(error).__name__}: {reason}); mend its file"
-                ) from error
-
-    manager = Tasks(include_path=None if include is None else str(include))
-    unknown = [n for n in names if n not in files and not manager.match_tasks([n])]
-    unknown += [name for name in files if not Path(name).is_file()]
+    manager = TaskManager(include_path=None if include is None else str(include))
+    names, unknown = [], []
+    for task in tasks:
+        if task.endswith((".yaml", ".yml")):
+            path = Path(task).resolve()
+            found = [str(path)] if path.is_file() else []
+        else:
+            found = manager.match_tasks([task])
+        names += found
+        unknown += [] if found else [task]
     if unknown:
         raise ConfigError(
             f"--tasks must be tasks of lm-evaluation-harness, or YAML files of some; "
             f"{', '.join(unknown)} is not; `lm_eval ls tasks` lists them, --include adds a folder"
         )
-    results = lm_eval.simple_evaluate(
-        model,
-        tasks=names,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-    )
+    try:
+        results = lm_eval.simple_evaluate(
+            model,
+            tasks=names,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:
+        if model.failed:
+            raise
+        reason = " ".join(str(error.__cause__ or error).split()) or "its data is empty"
+        raise ConfigError(
+            f"--tasks {', '.join(tasks)}: a task, or its data, cannot be used "
+            f"({type(error).__name__}: {reason}); mend its file or its data"
+        ) from error
     assert results is not None, "only other ranks get none"
     return dict(results)
 

@@ -203,7 +203,11 @@ class OpenedModel:
     def continue_texts(
         self, prompts: Sequence[str], count: int, sampling: Sampling, *, invariant: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """Yields (which prompt, piece of text) as it comes; an unfinished character waits."""
+        """Yields (which prompt, piece of text) as it comes; an unfinished character waits.
+
+        A piece is what a token adds to the prompt's text: many tokenizers leave a space in front
+        away where a text begins.
+        """
         tokenizer = self.tokenizer
         request = Request(
             prompts=[tokenizer.prompt(text) for text in prompts],
@@ -212,13 +216,13 @@ class OpenedModel:
             stop=tokenizer.stop,
             vocab_size=self.vocab_size,
         )
-        new: list[list[int]] = [[] for _ in prompts]
-        shown = [""] * len(prompts)
+        whole = [list(prompt) for prompt in request.prompts]
+        shown = [tokenizer.decode(ids) for ids in whole]
         model = self.cached(len(prompts), batch_invariant=invariant)
         for tokens in generate(model, request):
             for index, token in tokens:
-                new[index].append(token)
-                text = tokenizer.decode(new[index])
+                whole[index].append(token)
+                text = tokenizer.decode(whole[index])
                 if not text.endswith("\ufffd"):
                     yield index, text[len(shown[index]) :]
                     shown[index] = text

@@ -151,6 +151,9 @@ def test_mistakes_of_tasks_are_said(opened):
         answers.generate_until([request("w1", {"num_beams": 4})])
     with pytest.raises(ConfigError, match="256 new tokens of at most 32"):
         answers.generate_until([request("w1", {})])
+    for wrong in ({"do_sample": True, "temperature": -1}, {"max_gen_toks": -3}, {"top_p": 2.0}):
+        with pytest.raises(ConfigError, match="at least one new token; got"):
+            answers.generate_until([request("w1", wrong)])
     with pytest.raises(ConfigError, match="batch size of at least 1"):
         Scorer(opened, batch_size=0)
     with pytest.raises(ConfigError, match="must have tokens"):
@@ -169,6 +172,10 @@ def test_the_missing_package_is_named_with_its_command(tmp_path, capsys, monkeyp
     assert "python -m pip install lm_eval==0.4.13" in capsys.readouterr().err
     assert main([str(tmp_path), "--tasks", "x", "--limit", "0", "--num-fewshot", "-1"]) == 2
     assert capsys.readouterr().err.count("error: --") == 2
+    assert main([str(tmp_path), "--tasks", "x", "--limit", "1.5"]) == 2, "not one question"
+    assert "--limit must be a whole number of questions, or a share below 1; got 1.5" in (
+        capsys.readouterr().err
+    )
 
 
 def local_tasks(folder):
@@ -240,6 +247,17 @@ def test_the_harness_runs_tasks_of_local_files(trained, tmp_path, capsys, monkey
     (tmp_path / "torn.yaml").write_text("task: [")
     for name, said in (("toy_choice", "its data is empty"), ("torn", "ParserError: while parsing")):
         assert main([str(trained), "--tasks", str(tmp_path / f"{name}.yaml")]) == 2
-        assert f"a task, or its data, cannot be read ({said}" in capsys.readouterr().err.replace(
+        assert f"a task, or its data, cannot be used ({said}" in capsys.readouterr().err.replace(
             "StopIteration: ", ""
         )
+    local_tasks(tmp_path)
+    words = [str(trained), "--include", str(tmp_path), "--limit", "1", "--tasks"]
+    assert main([*words, "toy_ch*"]) == 0, "wildcards, as the harness has them"
+    assert "toy_choice" in capsys.readouterr().out
+    shut_down()
+    assert main([*words, "toy_choice", "--num-fewshot", "50"]) == 2
+    assert "cannot be used (ValueError: Sample larger" in capsys.readouterr().err
+    shut_down()
+    monkeypatch.setattr(Scorer, "log_likelihoods", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*words, "toy_choice"])

@@ -100,6 +100,7 @@ def test_text_from_a_run_and_from_one_step(trained, capsys):
         pieces = run.continue_texts(["w5 w6"], 8, Sampling(1.0, 0, seed=seed))
         texts.append("".join(piece for _, piece in pieces))
     assert f"w5 w6{texts[0]}\n" == first, "the same seed gives the same text"
+    assert all(text.startswith(" w") for text in texts if text), "a word apart from the prompt's"
     assert len(set(texts)) == 3, "another seed gives another text"
     shut_down()
 
