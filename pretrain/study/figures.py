@@ -70,13 +70,14 @@ def _final_gaps(
         sharex=True,
         layout="constrained",
     )
-    highest = max((max(final_gaps(one.row, base.row).values(), default=0.0)) for one in others)
+    low = high = 0.0
     for axis, (forward, title) in zip(axes, _FORWARDS.items()):
         for place, one in enumerate(others):
             values = final_gaps(one.row, base.row, forward)
             mean = interval(values)
             if mean is None:
                 continue
+            low, high = min(low, *values.values()), max(high, *values.values())
             colour = COLOURS[place % len(COLOURS)]
             axis.plot(
                 list(values.values()), [place] * len(values), "o", color=colour, ms=3.5, alpha=0.55
@@ -89,7 +90,8 @@ def _final_gaps(
         axis.grid(alpha=0.25, axis="x")
     axes[0].set_yticks(range(len(others)), [one.row.label for one in others], fontsize=8)
     axes[0].invert_yaxis()
-    axes[0].set_xlim(min(0.0, -0.1 * highest), 1.25 * highest or 1.0)  # a wide interval is cut
+    span = high - low or 1.0
+    axes[0].set_xlim(low - 0.1 * span, high + 0.25 * span)  # a wide interval is cut, no seed
     _save(figure, path)
 
 

@@ -15,7 +15,7 @@ from pretrain.comparison.reference import Reference
 from pretrain.comparison.runs import Row, RunData, group_runs, read_run
 from pretrain.config import make_config, precision_plan, save_config
 from pretrain.history import encode_row, read_metrics
-from pretrain.study import results
+from pretrain.study import figures, results
 from pretrain.study.collect import collect, state_of
 from pretrain.study.evidence import evidence
 from pretrain.study.plan import load_study
@@ -452,3 +452,18 @@ def test_runs_of_another_machine_count_wherever_its_data_lies(study, tmp_path):
         path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"train": [content]}}))
     with pytest.raises(ConfigError, match=r"bf16-s3 read other tokens than dense-30m-bf16-s1"):
         write_results(load_study(folder, some), tmp_path / "results.json")
+
+
+def test_no_seed_is_left_out_of_a_picture(study, tmp_path, monkeypatch):
+    """Rows may be better than what they are held against."""
+    _, (model,) = read_results(study[0] / "results.json")
+    kept = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: kept.append(figure))
+    base = model.find("nvfp4")
+    others = [row for row in model.rows if row is not base]
+    figures._final_gaps(model, base, others, tmp_path / "final.png")
+    for axis in kept[0].axes:
+        low, high = axis.get_xlim()
+        dots = [x for line in axis.lines if line.get_marker() == "o" for x in line.get_xdata()]
+        assert len(dots) == 9
+        assert all(low < x < high for x in dots)
