@@ -9,14 +9,15 @@ Sums are fp64 vectors that may be added over micro-batches and ranks; `operand_f
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import pad_to
+from fused_ops.codecs import pad_to, roundup
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize.hadamard import rotate
 from fused_ops.scaled_matmul.reference import values
@@ -46,37 +47,35 @@ class Sample:
     plain: [rows, cols], not rotated, in the tensor's dtype.
     operand: the same part of the codes, or of a high-precision operand.
     signs: of the rotation; None is the fixed vector.
+    is_copy: whether nothing of it changes with the tensor or the operand, so that it may wait.
+    counted: of the whole operand, what its `out_of_range` is of: blocks (pow2) or values.
     """
 
     plain: Tensor
     operand: QuantizedTensor | Tensor
     signs: Tensor | None = None
-    _decoded: Tensor | None = None
-
-    @property
-    def decoded(self) -> Tensor:
-        """What the codes decode to, fp32; computed once, until `forget`."""
-        assert isinstance(self.operand, QuantizedTensor), "codes decode"
-        if self._decoded is None:
-            self._decoded = self.operand.dequantize()[: self.plain.shape[0]]
-        return self._decoded
-
-    def forget(self) -> None:
-        """Keeps the codes alone: they are a seventh of what they decode to."""
-        self._decoded = None
+    is_copy: bool = False
+    counted: int = 0
 
     @property
     def exact(self) -> Tensor:
         """What was quantized: the plain values, rotated where the operand is (then bf16)."""
-        spec = self.operand.spec if isinstance(self.operand, QuantizedTensor) else None
-        if spec is None or not spec.hadamard:
-            return self.plain
-        return rotate(self.plain, spec.hadamard, self.signs)
+        return _exact([self])[0]
 
     @property
     def is_quantized(self) -> bool:
         """Whether the operand is made of codes."""
         return isinstance(self.operand, QuantizedTensor)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal where `sums_together` and `products_together` take samples in one call."""
+        operand, plain = self.operand, (self.plain.shape, self.plain.dtype)
+        if isinstance(operand, Tensor):
+            return *plain, operand.shape, operand.dtype
+        parts = operand.codes.shape, operand.scales.shape, operand.amax.shape
+        ranges = self.counted if operand.out_of_range is not None else None
+        return *plain, operand.spec, *parts, self.signs is None, ranges
 
 
 def take_sample(
@@ -99,102 +98,127 @@ def take_sample(
     tile = 1
     if isinstance(operand, QuantizedTensor) and operand.spec.block is not None:
         tile = operand.spec.block[0]
-    rows = spread(plain.shape[0], limits[0], max(ROW_GROUP, tile), tensor.device)
-    cols = spread(plain.shape[1], limits[1], COLUMN_GROUP, tensor.device)
-    plain = _select(_select(plain, rows, 0), cols, 1)
+    rows = partial(spread, plain.shape[0], limits[0], max(ROW_GROUP, tile), tensor.device)
+    cols = partial(spread, plain.shape[1], limits[1], COLUMN_GROUP, tensor.device)
+    is_copy = rows() is not None or cols() is not None
+    plain = _select(plain, rows(), cols())
     if not isinstance(operand, QuantizedTensor):
-        return Sample(plain, _select(_select(operand, rows, 0), cols, 1))
-    part = _part(operand, rows, cols, plain.shape)
-    return Sample(pad_to(plain, plain.shape[0], part.shape[1]), part, signs)
+        return Sample(plain, _select(operand, rows(), cols()), is_copy=is_copy)
+    part = _part(operand, rows, cols, plain.shape, is_copy)
+    counted = operand.scales if operand.spec.is_pow2 else operand.codes
+    plain = pad_to(plain, plain.shape[0], part.shape[1])
+    return Sample(plain, part, signs, is_copy, counted.numel())
 
 
-@lru_cache(maxsize=1024)
-def spread(size: int, limit: int, group: int, device: torch.device) -> Tensor | None:
+@lru_cache(maxsize=4096)
+def spread(size: int, limit: int, group: int, device: torch.device, each: int = 1) -> Tensor | None:
     """Indices of groups spread evenly over [0, size), at most `limit`; None: take all of them.
 
-    Not to be changed: the same tensor is given again.
+    each: values that one index stands for, as a block's scale does; divides `group`. Not to be
+    changed: the same tensor is given again.
     """
     if not limit or size <= max(limit, group):
         return None
     whole = size // group
     wanted = max(1, min(limit // group, whole))
     starts = torch.arange(wanted, device=device) * whole // wanted * group
-    return (starts.unsqueeze(1) + torch.arange(group, device=device)).flatten()
+    return (starts.unsqueeze(1) + torch.arange(0, group, each, device=device)).flatten() // each
 
 
-def _select(x: Tensor, index: Tensor | None, axis: int) -> Tensor:
-    return x if index is None else x.index_select(axis, index)
+def _select(x: Tensor, rows: Tensor | None, cols: Tensor | None) -> Tensor:
+    if rows is not None and cols is not None:
+        return x[rows.unsqueeze(1), cols]
+    if rows is not None:
+        return x.index_select(0, rows)
+    return x if cols is None else x.index_select(1, cols)
 
 
 def _part(
-    whole: QuantizedTensor, rows: Tensor | None, cols: Tensor | None, shape: Sequence[int]
+    whole: QuantizedTensor,
+    rows: Callable[..., Tensor | None],
+    cols: Callable[..., Tensor | None],
+    shape: Sequence[int],
+    is_copy: bool,
 ) -> QuantizedTensor:
     """The chosen rows and columns of packed codes, which are whole blocks."""
-    codes, scales, amax, block = whole.codes, whole.scales, whole.amax, whole.spec.block
-    if rows is not None:
-        codes = codes.index_select(0, rows)
-        amax = amax.index_select(0, rows) if amax.dim() else amax
-        if block is not None:
-            scales = scales.index_select(0, rows[:: block[0]] // block[0])
-    if cols is not None:
-        packed = cols[::2] // 2 if whole.spec.is_fp4 else cols
-        codes = codes.index_select(1, packed)
-        if block is not None:
-            scales = scales.index_select(1, cols[:: block[1]] // block[1])
-    width = whole.shape[1] if cols is None else shape[1]
-    return replace(whole, codes=codes, scales=scales, amax=amax, shape=(shape[0], width))
+    codes = _select(whole.codes, rows(), cols(each=2 if whole.spec.is_fp4 else 1))
+    scales, amax, out_of_range = whole.scales, whole.amax, whole.out_of_range
+    if whole.spec.block is not None:
+        tall, wide = whole.spec.block
+        scales = _select(scales, rows(each=tall), cols(each=wide))
+    elif is_copy:
+        scales = scales.clone()  # a delayed scale becomes another
+    if amax.dim() and rows() is not None:
+        amax = _select(amax, rows(), None)
+    elif is_copy:
+        amax = amax.clone()
+    if out_of_range is not None and is_copy:
+        out_of_range = out_of_range.clone()
+    width = whole.shape[1] if cols() is None else shape[1]
+    return replace(
+        whole,
+        codes=codes,
+        scales=scales,
+        amax=amax,
+        shape=(shape[0], width),
+        out_of_range=out_of_range,
+    )
 
 
-@dataclass(frozen=True)
-class OperandErrors:
-    """What the sums of a quantized sample are taken of. Those of one key are summed together.
-
-    exact, decoded: [rows, cols]. scales: of the blocks, or of the tensor. factor: outside of them,
-    a scalar or [rows, 1].
-    """
-
-    spec: OperandSpec
-    exact: Tensor
-    decoded: Tensor
-    scales: Tensor
-    factor: Tensor
-
-    @property
-    def key(self) -> Hashable:
-        """Equal where `sums_together` takes them in one call."""
-        shapes = self.exact.shape, self.scales.shape, self.factor.shape
-        return self.spec.element, self.spec.block, self.exact.dtype, *shapes
-
-    def outlives(self, tensor: Tensor) -> bool:
-        """Whether it has no part of the tensor that the sample is of, which may change."""
-        return self.exact.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+def _exact(samples: Sequence[Sample]) -> Tensor:
+    """[n, rows, cols]: what was quantized, of samples of one key."""
+    operand = samples[0].operand
+    size = operand.spec.hadamard if isinstance(operand, QuantizedTensor) else None
+    if not size:
+        return torch.stack([sample.plain for sample in samples])
+    if any(sample.signs is not None for sample in samples):
+        return torch.stack([rotate(sample.plain, size, sample.signs) for sample in samples])
+    plain = torch.cat([sample.plain for sample in samples])
+    return rotate(plain, size).unflatten(0, (len(samples), -1))
 
 
-def operand_errors(sample: Sample) -> OperandErrors:
-    """Of a quantized sample."""
-    part = sample.operand
-    assert isinstance(part, QuantizedTensor), "sums are of quantized operands"
-    if part.spec.block is None:
-        factor = part.tensor_scale.reshape(1, 1).clone()
-        return OperandErrors(part.spec, sample.exact, sample.decoded, factor, factor)
-    # What may be the operand's own tensor is copied: it may hold something else later.
-    factor = part.tensor_scale if part.spec.format == "nvfp4" else part.tensor_scale.clone()
-    scales = part.scales.clone() if part.scales.dtype == torch.float32 else part.block_scales()
-    return OperandErrors(part.spec, sample.exact, sample.decoded, scales, factor)
+def _below_one_another(samples: Sequence[Sample]) -> QuantizedTensor:
+    """The codes and block scales of samples of one key as one operand, each in rows of its own up
+    to whole tiles; its amax is the first's."""
+    parts = [sample.operand for sample in samples if isinstance(sample.operand, QuantizedTensor)]
+    first = parts[0]
+    rows = roundup(first.shape[0], first.spec.block[0]) if first.spec.block else first.shape[0]
+    return replace(
+        first,
+        codes=torch.cat([pad_to(part.codes, rows, part.codes.shape[1]) for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        shape=(rows * len(parts), first.shape[1]),
+    )
+
+
+def _one_by_one(values: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """[n, rows, cols] of what `_below_one_another` has as one."""
+    return values.unflatten(0, (len(samples), -1))[:, : samples[0].operand.shape[0]]
+
+
+def _tensor_scales(samples: Sequence[Sample]) -> Tensor:
+    """[n, 1 or rows, 1]: the factors outside of the blocks' scales."""
+    parts = [sample.operand for sample in samples if isinstance(sample.operand, QuantizedTensor)]
+    if parts[0].spec.format == "nvfp4":
+        amax = torch.stack([part.amax for part in parts]).flatten()
+        return replace(parts[0], amax=amax).tensor_scale.view(len(parts), -1, 1)
+    return torch.stack([part.tensor_scale for part in parts]).view(len(parts), -1, 1)
 
 
 def operand_sums(sample: Sample) -> Tensor:
-    """OPERAND_SUMS of a quantized sample, fp64; "above" and "below" are left at zero."""
-    return sums_together([operand_errors(sample)])[0]
+    """OPERAND_SUMS of a quantized sample, fp64; those of RANGE_SUMS are of the whole operand."""
+    return sums_together([sample])[0]
 
 
-def sums_together(found: Sequence[OperandErrors]) -> Tensor:
-    """[n, OPERAND_SUMS] of operands that have one key. Few launches: these sums are taken of every
-    operand of every layer, and what they are of is small."""
-    spec = found[0].spec
-    x = torch.stack([each.exact for each in found]).float()
-    q = torch.stack([each.decoded for each in found])
-    scale, maxima = _scales(spec, found, x)
+def sums_together(samples: Sequence[Sample]) -> Tensor:
+    """[n, OPERAND_SUMS] of quantized samples of one key. Few launches: these sums are taken of
+    every operand of every layer, and what they are of is small."""
+    whole, factors = _below_one_another(samples), _tensor_scales(samples)
+    spec, count = whole.spec, len(samples)
+    x = _exact(samples).float()
+    q = _one_by_one(whole.unscaled(torch.float32), samples) * factors
+    maxima = whole.block_scales().unflatten(0, (count, -1))
+    scale = _scales(spec, maxima, factors, x)
     live = scale > 0
     size, nonzero = x.abs(), x != 0
     element = str(spec.element)
@@ -221,21 +245,31 @@ def sums_together(found: Sequence[OperandErrors]) -> Tensor:
         torch.stack([terms[name] for name in names], 1).sum((2, 3), dtype=torch.float64)
         for names, terms in ((_VALUE_SUMS, values), (_BLOCK_SUMS, blocks))
     ]
-    whole = torch.nn.functional.pad(torch.cat(sums, 1), (1, 0), value=float(x[0].numel()))
-    return torch.nn.functional.pad(whole, (0, len(RANGE_SUMS)))
+    every = torch.nn.functional.pad(torch.cat(sums, 1), (1, 0), value=float(x[0].numel()))
+    if whole.out_of_range is None:
+        return torch.nn.functional.pad(every, (0, len(RANGE_SUMS)))
+    return torch.cat([every, _ranges(samples)], 1)
 
 
-def _scales(spec: OperandSpec, found: Sequence[OperandErrors], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor between element and value: of each value [n, rows, cols], and of each block."""
-    scales = torch.stack([each.scales for each in found])
+def _ranges(samples: Sequence[Sample]) -> Tensor:
+    """[n, RANGE_SUMS] of samples whose operands have such counts."""
+    found = [
+        sample.operand.out_of_range.reshape(-1)[:2]
+        for sample in samples
+        if isinstance(sample.operand, QuantizedTensor) and sample.operand.out_of_range is not None
+    ]
+    return torch.nn.functional.pad(torch.stack(found).double(), (1, 0), value=samples[0].counted)
+
+
+def _scales(spec: OperandSpec, blocks: Tensor, factors: Tensor, x: Tensor) -> Tensor:
+    """The factor between element and value, of each value [n, rows, cols]."""
     if spec.block is None:
-        return scales.expand(x.shape), scales
-    factors = torch.stack([each.factor for each in found]).view(len(found), -1, 1)
+        return factors.expand(x.shape)
     tall, wide = spec.block
-    full = scales.repeat_interleave(wide, 2)[..., : x.shape[2]]
+    full = blocks.repeat_interleave(wide, 2)[..., : x.shape[2]]
     if tall > 1:
         full = full.repeat_interleave(tall, 1)
-    return full[:, : x.shape[1]] * factors, scales
+    return full[:, : x.shape[1]] * factors
 
 
 def _peaks(spec: OperandSpec, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,19 +295,28 @@ def products(left: Sample, right: Sample, decode: str) -> tuple[Tensor, Tensor]:
     The exact one is of the plain values: a rotation that does not cancel is an error of the other.
     decode: "exact", or "fp8" as `fused_ops.scaled_matmul` has it.
     """
-    width = max(left.plain.shape[1], right.plain.shape[1])
-    a, b = (pad_to(s.plain, len(s.plain), width).float() for s in (left, right))
-    c, d = _multiplied(left, decode), _multiplied(right, decode)
-    return a @ b.t(), c @ d.t()
+    exact, computed = products_together([(left, right)], decode)
+    return exact[0], computed[0]
 
 
-def _multiplied(sample: Sample, decode: str) -> Tensor:
-    operand = sample.operand
-    if isinstance(operand, Tensor):
-        return operand.float()
-    if decode == "exact" or operand.spec.format != "nvfp4" or operand.spec.is_pow2:
-        return sample.decoded
-    return values(operand, decode)[: operand.shape[0]] * operand.tensor_scale
+def products_together(pairs: Sequence[tuple[Sample, Sample]], decode: str) -> tuple[Tensor, Tensor]:
+    """`products` of pairs whose left samples have one key, and whose right ones have one."""
+    sides = list(zip(*pairs))
+    width = max(sample.plain.shape[1] for sample in pairs[0])
+    exact = [
+        torch.stack([pad_to(s.plain, len(s.plain), width) for s in side]).float() for side in sides
+    ]
+    computed = [_multiplied(side, decode) for side in sides]
+    return exact[0] @ exact[1].mT, computed[0] @ computed[1].mT
+
+
+def _multiplied(samples: Sequence[Sample], decode: str) -> Tensor:
+    """[n, rows, cols] of samples of one key, fp32."""
+    if not samples[0].is_quantized:
+        return torch.stack([cast(Tensor, sample.operand) for sample in samples]).float()
+    whole = _below_one_another(samples)
+    found = values(whole, "exact" if whole.spec.is_pow2 else decode)
+    return _one_by_one(found, samples) * _tensor_scales(samples)
 
 
 def product_sums(exact: Tensor, product: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ once. One micro-batch a rank is looked at, the first.
 import contextlib
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,9 @@ from fused_ops.linear import LinearCall, Operand
 from fused_ops.operand_error import (
     OPERAND_SUMS,
     PRODUCT_SUMS,
-    RANGE_SUMS,
-    OperandErrors,
     Sample,
-    operand_errors,
     product_sums,
-    products,
+    products_together,
     sums_together,
     take_sample,
 )
@@ -35,11 +33,28 @@ from models import micro_batch
 from models.comm import TensorParallelComm
 from models.precision import named_gemms, named_parts, unwrap
 from pretrain.engine import Engine
+from pretrain.numerics_sums import Batches, Table
 
-_RANGE = slice(-len(RANGE_SUMS), None)
-_TOGETHER, _SMALL = 8, 2**20
-"""Operands whose sums are taken in one call: a step has hundreds, and its time is that of launches
-where they are as small as this. At most so many of one key wait."""
+_SMALL = 2**20
+"""Samples of so many values may wait for others: their time is that of launches."""
+
+
+@dataclass
+class _Product:
+    """A GEMM's product that is to be taken: of its samples, exactly and as multiplied."""
+
+    place: tuple[int, int]
+    samples: tuple[Sample, Sample]
+    decode: str
+    partial: "_Partial | None"
+    """Where other ranks have other parts of the sum."""
+
+
+@dataclass
+class _Partial:
+    place: tuple[int, int]
+    groups: list[dist.ProcessGroup]
+    pair: Tensor | None = None
 
 
 class NumericsWatch:
@@ -56,9 +71,10 @@ class NumericsWatch:
         self.names = [module.name for module in engine.plan.modules]
         number = len(self.names)
         zeros: dict[str, Any] = {"dtype": torch.float64, "device": engine.world.device}
-        self.amax = torch.zeros(number, len(OPERANDS), **zeros)
-        self.operands = torch.zeros(number, len(OPERANDS), len(OPERAND_SUMS), **zeros)
-        self.products = torch.zeros(number, len(GEMMS), len(PRODUCT_SUMS), **zeros)
+        device = engine.world.device
+        self.amax = Table((number, len(OPERANDS), 1), device, torch.maximum)
+        self.operands = Table((number, len(OPERANDS), len(OPERAND_SUMS)), device)
+        self.products = Table((number, len(GEMMS), len(PRODUCT_SUMS)), device)
         self.gradients = torch.zeros(number, 2, **zeros)
         """Exact zeros of the weight's gradient, and its values."""
         config = engine.config
@@ -68,9 +84,9 @@ class NumericsWatch:
         self.routers = torch.zeros(len(self.router_names), 2 + self.num_experts, **zeros)
         self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
         self.micro_batch: int | None = None
-        self._partial: list[tuple[int, int, list[dist.ProcessGroup], Tensor]] = []
-        self._waiting: dict[Hashable, list[tuple[tuple[int, int], OperandErrors]]] = {}
-        self._pairs: dict[Hashable, list[tuple[tuple[int, int], tuple[Tensor, Tensor]]]] = {}
+        self._partial: list[_Partial] = []
+        self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(self._sum_up)
+        self._products: Batches[_Product] = Batches(self._multiply)
 
     def wants(self, number: int) -> bool:
         """Whether this is the rank's first micro-batch of the step."""
@@ -108,39 +124,40 @@ class NumericsWatch:
             for (_, module), observer in zip(modules, before):
                 module.observer = observer
 
-    def add_operand(self, place: tuple[int, int], errors: OperandErrors, tensor: Tensor) -> None:
-        """The errors of a sample of `tensor`: summed later with others, where they may wait."""
-        if errors.exact.numel() > _SMALL or not errors.outlives(tensor):
-            self._sum_up([(place, errors)])
-            return
-        waiting = self._waiting.setdefault(errors.key, [])
-        waiting.append((place, errors))
-        if len(waiting) == _TOGETHER:
-            self._sum_up(self._waiting.pop(errors.key))
-
-    def _sum_up(self, found: Sequence[tuple[tuple[int, int], OperandErrors]]) -> None:
-        sums = sums_together([errors for _, errors in found])
-        for (place, _), own in zip(found, sums.unbind()):
-            self.operands[place].add_(own)
+    def add_operand(self, place: tuple[int, int], sample: Sample) -> None:
+        """A quantized sample, to be summed with others where it may wait."""
+        self._samples.add(_waits_as(sample), (place, sample))
 
     def add_product(
-        self, place: tuple[int, int], pair: tuple[Tensor, Tensor], groups: list[dist.ProcessGroup]
+        self,
+        place: tuple[int, int],
+        samples: tuple[Sample, Sample],
+        decode: str,
+        groups: list[dist.ProcessGroup],
     ) -> None:
-        """The exact product and the computed one; `groups` have other parts of their sum."""
-        if groups:
-            self._partial.append((*place, groups, torch.stack(pair)))
-        elif pair[0].numel() > _SMALL:
-            self.products[place].add_(product_sums(*pair))
-        else:
-            pairs = self._pairs.setdefault(pair[0].shape, [])
-            pairs.append((place, pair))
-            if len(pairs) == _TOGETHER:
-                self._sum_up_pairs(self._pairs.pop(pair[0].shape))
+        """The samples of a GEMM's operands; `groups` have other parts of the product's sum."""
+        partial = _Partial(place, groups) if groups else None
+        if partial is not None:
+            self._partial.append(partial)  # in the order of calls, which is that of all ranks
+        keys = tuple(map(_waits_as, samples))
+        key = None if None in keys else (decode, *keys)
+        self._products.add(key, _Product(place, samples, decode, partial))
 
-    def _sum_up_pairs(self, found: Sequence[tuple[tuple[int, int], tuple[Tensor, Tensor]]]) -> None:
-        exact, computed = (torch.stack(each) for each in zip(*(pair for _, pair in found)))
-        for (place, _), own in zip(found, product_sums(exact, computed).unbind()):
-            self.products[place].add_(own)
+    def _sum_up(self, found: Sequence[tuple[tuple[int, int], Sample]]) -> None:
+        places, samples = zip(*found)
+        self.operands.add(places, sums_together(samples))
+
+    def _multiply(self, found: Sequence[_Product]) -> None:
+        pairs = products_together([one.samples for one in found], found[0].decode)
+        whole = [i for i, one in enumerate(found) if one.partial is None]
+        for one, exact, computed in zip(found, *pairs):
+            if one.partial is not None:
+                one.partial.pair = torch.stack([exact, computed])
+        if whole:
+            sums = product_sums(
+                *(side[whole] if len(whole) < len(found) else side for side in pairs)
+            )
+            self.products.add([found[i].place for i in whole], sums)
 
     def _count_zeros(self, index: dict[str, int]) -> None:
         for name, module in watched_modules(self.engine):
@@ -152,36 +169,43 @@ class NumericsWatch:
     def _finish_partial(self) -> None:
         """Adds up the products whose contraction is cut: one all-reduce a group."""
         by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
-        for _, _, groups, pair in self._partial:
-            for group in groups:
+        pairs = [(one, cast(Tensor, one.pair)) for one in self._partial]
+        for one, pair in pairs:
+            for group in one.groups:
                 by_group.setdefault(id(group), (group, []))[1].append(pair)
-        for group, pairs in by_group.values():
-            flat = torch.cat([pair.flatten() for pair in pairs])
+        for group, parts in by_group.values():
+            flat = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(flat, group=group)
-            for pair, whole in zip(pairs, flat.split([pair.numel() for pair in pairs])):
-                pair.copy_(whole.view(pair.shape))
-        for module, gemm, _, pair in self._partial:
-            self.products[module, gemm] += product_sums(pair[0], pair[1])
+            for part, whole in zip(parts, flat.split([part.numel() for part in parts])):
+                part.copy_(whole.view(part.shape))
+        for one, pair in pairs:
+            self.products.add([one.place], product_sums(*pair).unsqueeze(0))
         self._partial = []
 
     def reduced(self) -> dict[str, list[Any]]:
         """All sums over all ranks, as nested lists of numbers. Collective; waits for the device."""
+        self._samples.finish()
+        self._products.finish()
         self._finish_partial()
-        for waiting in self._waiting.values():
-            self._sum_up(waiting)
-        for pairs in self._pairs.values():
-            self._sum_up_pairs(pairs)
-        self._waiting, self._pairs = {}, {}
         tables = {
-            name: getattr(self, name) for name in ("operands", "products", "gradients", "routers")
+            "operands": self.operands.total(),
+            "products": self.products.total(),
+            "gradients": self.gradients,
+            "routers": self.routers,
         }
         flat = torch.cat([table.flatten() for table in tables.values()])
         dist.all_reduce(flat)
-        dist.all_reduce(self.amax, op=dist.ReduceOp.MAX)
-        whole = torch.cat([flat, self.amax.flatten()]).cpu()
-        tables["amax"] = self.amax
+        amax = self.amax.total().squeeze(-1)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        whole = torch.cat([flat, amax.flatten()]).cpu()
+        tables["amax"] = amax
         parts = whole.split([table.numel() for table in tables.values()])
         return {name: p.view(t.shape).tolist() for (name, t), p in zip(tables.items(), parts)}
+
+
+def _waits_as(sample: Sample) -> Hashable | None:
+    """What may be computed with it; None where it is large, or may change."""
+    return sample.key if sample.is_copy and sample.plain.numel() <= _SMALL else None
 
 
 class _LayerWatch:
@@ -205,8 +229,8 @@ class _LayerWatch:
             return
         name = f"{gemm}.{operand}"
         place = (self.index, OPERANDS.index(name))
-        amax = torch.linalg.vector_norm(tensor.detach(), math.inf).double()
-        watch.amax[place].clamp_(min=amax)
+        amax = torch.linalg.vector_norm(tensor.detach(), math.inf)
+        watch.amax.add([place], amax.view(1, 1))
         if not any(map(is_quantized, call.recipe.specs(gemm))):
             return
         assert isinstance(quantized, QuantizedTensor | Tensor), "an observed operand is not decoded"
@@ -218,30 +242,17 @@ class _LayerWatch:
             signs=signs(spec, call.key, gemm, tensor.device),
             limits=watch.limits,
         )
-        if isinstance(quantized, QuantizedTensor):
-            watch.add_operand(place, operand_errors(sample), tensor)
-            if quantized.out_of_range is not None:
-                watch.operands[(*place, _RANGE)].add_(_range_counts(quantized))
+        if sample.is_quantized:
+            watch.add_operand(place, sample)
         other = self._waiting.pop((gemm, expert), None)
         if other is None or other[0] == operand:
-            if gemm == "wgrad":
-                sample.forget()  # it waits for the backward pass
             self._waiting[gemm, expert] = operand, sample
             return
         left_first = operand in ("w", "x")
-        left, right = (other[1], sample) if left_first else (sample, other[1])
+        samples = (other[1], sample) if left_first else (sample, other[1])
         comm = call.comm
         groups = comm.contraction_groups(gemm) if isinstance(comm, TensorParallelComm) else []
-        pair = products(left, right, call.recipe.decode)
-        watch.add_product((self.index, GEMMS.index(gemm)), pair, groups)
-
-
-def _range_counts(operand: QuantizedTensor) -> Tensor:
-    """Counted, above and below, of the whole operand: blocks (pow2) or values (delayed scales)."""
-    assert operand.out_of_range is not None, "counts of these formats alone"
-    counted = operand.scales if operand.spec.is_pow2 else operand.codes
-    counts = operand.out_of_range.reshape(-1)[:2].double()
-    return torch.nn.functional.pad(counts, (1, 0), value=float(counted.numel()))
+        watch.add_product((self.index, GEMMS.index(gemm)), samples, call.recipe.decode, groups)
 
 
 class _RouterWatch:
