@@ -10,7 +10,7 @@ class MonitorConfig:
     """How often and how closely the numerics of GEMMs are looked at."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between two monitored ones; 0: never."""
+    """Steps between two monitored ones, which look at a rank's micro-batches in turn; 0: never."""
     rows: int = Field(default=128, ge=0)
     """Rows of an operand that are looked at, in whole blocks spread over it; 0: all."""
     columns: int = Field(default=4096, ge=0)

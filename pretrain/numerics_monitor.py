@@ -3,7 +3,8 @@
 
 The figures go to RUN/numerics.jsonl, one row a linear layer and one a router, to TensorBoard and
 wandb, and onto report.html as layers by steps. `fused_ops.operand_error` defines them. A monitored
-step computes what it would compute anyway, bit by bit.
+step computes what it would compute anyway, bit by bit. Each looks at one of a rank's micro-batches,
+the first looks at the first, the next at the second: what goes stale within a step shows.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from typing import Any
 from fused_ops.keys import GEMMS, OPERANDS
 from fused_ops.operand_error import operand_figures, product_figures
 from pretrain.callbacks import Callback
+from pretrain.data.batch_sizes import check_batch_sizes
 from pretrain.engine import Engine
 from pretrain.history import NUMERICS_FILE, JsonlSink, Row
 from pretrain.monitor_config import MonitorConfig
@@ -50,8 +52,12 @@ class NumericsMonitor(Callback):
         """Signature: `Callback.before_step`. Collective in models with experts."""
         if step % self.config.interval:
             return
+        train, ranks = trainer.config.train, self.engine.world.data_parallel_size
+        size = train.batch_sizes.at(trainer.state.consumed_samples)
+        count = check_batch_sizes(size, train.micro_batch_size, ranks)
+        turn = (step // self.config.interval - 1) % count
         limits = self.config.rows, self.config.columns
-        self._watch = NumericsWatch(self.engine, limits, self.config.experts)
+        self._watch = NumericsWatch(self.engine, limits, self.config.experts, turn)
         self._attached.enter_context(self._watch.attached())
 
     def after_step(self, trainer: Training, row: Mapping[str, Any]) -> None:
@@ -86,15 +92,17 @@ def numerics_rows(
 ) -> list[Row]:
     """One row a linear layer, then one a router.
 
-    A layer's: step, module, recipe; for each operand ("fprop.x", ...) its `operand_figures` and
+    All: step, and micro_batch, which of a rank's the figures are of, from 0.
+    A layer's: module, recipe; for each operand ("fprop.x", ...) its `operand_figures` and
     amax, before any rotation; for each GEMM with a quantized operand its `product_figures`; and
     zero_gradients, the share of exact zeros in the step's whole gradient of the weight.
-    A router's: step, router, entropy (of its shares, over that of equal ones), load (each expert's
+    A router's: router, entropy (of its shares, over that of equal ones), load (each expert's
     tokens over the mean), max_load, idle (share of experts without a token).
     """
     rows = []
+    when: Row = {"step": step, "micro_batch": watch.micro_batch}
     for i, name in enumerate(watch.names):
-        row: Row = {"step": step, "module": name, "recipe": recipes.get(name, "")}
+        row: Row = {**when, "module": name, "recipe": recipes.get(name, "")}
         for j, operand in enumerate(OPERANDS):
             if sums["amax"][i][j] or sums["operands"][i][j][0]:
                 figures = operand_figures(sums["operands"][i][j])
@@ -108,7 +116,7 @@ def numerics_rows(
         zeros, values = sums["gradients"][i]
         if values:
             row["zero_gradients"] = zeros / values
-        if len(row) > 3:
+        if len(row) > 4:
             rows.append(row)
     for name, numbers in zip(watch.router_names, sums["routers"]):
         tokens, entropy, *load = numbers
@@ -117,7 +125,7 @@ def numerics_rows(
             shares = [round(count / mean, 4) for count in load]
             rows.append(
                 {
-                    "step": step,
+                    **when,
                     "router": name,
                     "entropy": entropy / tokens / math.log(max(len(load), 2)),
                     "max_load": max(shares),

@@ -2,7 +2,7 @@
 """What one monitored step gathers: sums over operands, products, gradients and routers.
 
 Everything stays on the device until `NumericsWatch.reduced`, which adds it over all ranks and waits
-once. One micro-batch a rank is looked at, the first.
+once. One micro-batch a rank is looked at.
 """
 
 import contextlib
@@ -64,10 +64,13 @@ class NumericsWatch:
         engine: what is trained.
         limits: rows and columns of an operand to look at; 0: all.
         experts: of each layer of experts, how many to look at.
+        micro_batch: which of the rank's micro-batches to look at, from 0.
     """
 
-    def __init__(self, engine: Engine, limits: tuple[int, int], experts: int) -> None:
-        self.engine, self.limits = engine, limits
+    def __init__(
+        self, engine: Engine, limits: tuple[int, int], experts: int, micro_batch: int = 0
+    ) -> None:
+        self.engine, self.limits, self.micro_batch = engine, limits, micro_batch
         self.names = [module.name for module in engine.plan.modules]
         number = len(self.names)
         zeros: dict[str, Any] = {"dtype": torch.float64, "device": engine.world.device}
@@ -83,16 +86,14 @@ class NumericsWatch:
         # Of each router: tokens, their summed entropy, tokens of each expert.
         self.routers = torch.zeros(len(self.router_names), 2 + self.num_experts, **zeros)
         self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
-        self.micro_batch: int | None = None
         self._partial: list[_Partial] = []
         self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(self._sum_up)
         self._products: Batches[_Product] = Batches(self._multiply)
 
     def wants(self, number: int) -> bool:
-        """Whether this is the rank's first micro-batch of the step."""
-        if self.micro_batch is None:
-            self.micro_batch = number
-        return number == self.micro_batch
+        """Whether to look at the micro-batch with this number in the global batch, of which
+        data-parallel ranks take turns (`pretrain.data.loader`)."""
+        return number // self.engine.world.data_parallel_size == self.micro_batch
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:

@@ -65,10 +65,8 @@ def section(rows: Sequence[Row], training: Sequence[Row] = ()) -> str:
         "<h2>Numerics</h2>"
         '<p class="hint">Layers downwards, steps to the right; a row names itself under the '
         "pointer. Colours of one figure have one scale; grey is not quantized. The figures are "
-        "of samples of one micro-batch a rank, defined in fused_ops/operand_error.py. "
-        + escape(cost(rows, training))
-        + "</p>"
-        + "".join(parts)
+        "of samples of one micro-batch a rank, the next one at each monitored step, defined in "
+        "fused_ops/operand_error.py. " + escape(cost(rows, training)) + "</p>" + "".join(parts)
     )
 
 

@@ -70,6 +70,8 @@ def test_it_changes_no_loss_and_writes_one_history(folder, tmp_path):
     rows = _read(watched / "numerics.jsonl")
     assert rows[: len(before)] == before, "one history, the same figures a second time"
     assert {row["step"] for row in rows[len(before) :]} == {4}
+    turns = {row["step"]: row["micro_batch"] for row in rows}
+    assert turns == {1: 0, 2: 1, 3: 0, 4: 1}, "one of the two, in turn, of every row of a step"
     names = {row["module"] for row in rows if "module" in row}
     assert "layers.1.mlp.experts.linear_fc2" in names
     assert len(names) == 4
@@ -96,12 +98,13 @@ class _Run:
         self.loader = TrainLoader(data, train.global_batch_size, train.micro_batch_size, **ranks)
         self.limits = limits
 
-    def rows(self):
-        """The figures of one step."""
+    def rows(self, micro_batch=0):
+        """The figures of one step, of this one of the rank's micro-batches."""
         self.engine.precision_state.set_step(1)
-        watch = NumericsWatch(self.engine, self.limits, 8)
+        batches = self.loader.step(0)
+        watch = NumericsWatch(self.engine, self.limits, 8, range(len(batches))[micro_batch])
         with watch.attached():
-            train_step(self.engine, self.loader.step(0))
+            train_step(self.engine, batches)
         recipes = {name: recipe.name for name, recipe in self.engine.plan.recipes().items()}
         return numerics_rows(1, watch, watch.reduced(), recipes)
 
@@ -117,13 +120,14 @@ RECOMPUTE = {
 
 
 def test_recomputed_layers_are_logged_as_they_are_without(folder):
-    """A router and a GEMM that compute twice are no busier and no noisier for it."""
+    """A router and a GEMM that compute twice are no busier and no noisier for it: in the second
+    micro-batch, which keeps what is looked at apart from what was computed before."""
     settings = {"train": {"dtype": "bf16"}, "precision": {"recipe": "nvfp4"}}
 
     def figures(**fields):
         megatron = toy_config(folder, "*-E")["model"]["megatron"] | fields
         run = _Run(folder, "*-E", model={"megatron": megatron}, **settings)
-        rows = run.rows()
+        rows = run.rows(micro_batch=1)
         assert any("router" in row for row in rows)
         loads = [row["load"] for row in rows if "router" in row]
         return flat_figures(rows), loads
@@ -176,6 +180,29 @@ def test_a_sound_recipe_and_broken_ones(folder, monkeypatch):
     assert _mean(rows, "dgrad", "cosine") == pytest.approx(
         _mean(sound, "dgrad", "cosine"), abs=0.01
     )
+
+
+def test_what_goes_stale_within_a_step_shows(folder, tmp_path, monkeypatch):
+    """Signs of wgrad's two operands that agree in the first of two micro-batches alone: two
+    monitored steps find them, whatever the interval."""
+    signs = operands.signs
+
+    def stale(spec, key, gemm, device=None):
+        found = signs(spec, key, gemm, device)
+        if key.micro_batch and spec.hadamard and not spec.is_random:
+            return -torch.ones(16).cumprod(0)
+        return found
+
+    monkeypatch.setattr(operands, "signs", stale)
+    own = {"run": {"name": "stale", "dir": str(tmp_path)}, "monitor": {"interval": 2}}
+    data = toy_config(folder, train={"dtype": "bf16"}, precision={"recipe": "nvfp4"}, **own)
+    Trainer(make_config(data)).run()
+    rows = [row for row in _read(tmp_path / "stale" / "numerics.jsonl") if "wgrad" in row]
+    first, second = ([row for row in rows if row["step"] == step] for step in (2, 4))
+    assert (first[0]["micro_batch"], second[0]["micro_batch"]) == (0, 1)
+    assert _mean(first, "wgrad", "cosine") > 0.97
+    assert abs(_mean(second, "wgrad", "cosine")) < 0.6
+    assert _mean(second, "dgrad", "cosine") > 0.97
 
 
 def test_routers_of_prediction_layers_are_seen(folder):
@@ -290,17 +317,18 @@ LAYOUTS = {
 
 
 def _figures(folder, pattern, recipe, **sections):
-    """Of one step from the weights that one process has saved."""
+    """Of one step's last micro-batch from the weights that one process has saved."""
     run = _Run(folder, pattern, precision={"recipe": recipe}, **sections)
     load_weights(run.engine, folder / pattern.replace("|", ""))
-    return flat_figures(run.rows())
+    return flat_figures(run.rows(micro_batch=-1))
 
 
 def _two_ranks(folder, names):
     found = {}
     for name in names:
         pattern, recipe, parallel = LAYOUTS[name]
-        found[name] = _figures(folder, pattern, recipe, parallel=parallel)
+        train = {"global_batch_size": 16 if name == "dp2" else 8}
+        found[name] = _figures(folder, pattern, recipe, parallel=parallel, train=train)
     return found
 
 
@@ -311,7 +339,8 @@ def _one_and_two(folder, names):
         pattern, recipe, _ = LAYOUTS[name]
         pattern, size = pattern.replace("|", ""), 8 if name == "dp2" else 4
         save_weights(_Run(folder, pattern).engine, folder / pattern)
-        wanted[name] = _figures(folder, pattern, recipe, train={"micro_batch_size": size})
+        train = {"micro_batch_size": size, "global_batch_size": 2 * size}
+        wanted[name] = _figures(folder, pattern, recipe, train=train)
     first, second = run_distributed(_two_ranks, 2, timeout=240, args=(folder, names))
     assert first == second, "reduced over all ranks"
     return {name: (wanted[name], first[name]) for name in names}
@@ -323,7 +352,8 @@ def _one_and_two(folder, names):
     ids=["tp2sp", "others"],
 )
 def test_every_layout_has_the_figures_of_one_process(folder, names):
-    """Of whole operands. Data-parallel ranks are compared with one process's larger micro-batch."""
+    """Of whole operands of the second micro-batch. Data-parallel ranks are compared with one
+    process's larger one."""
     for name, (one, two) in _one_and_two(folder, names).items():
         assert one.keys() == two.keys()
         assert len(one) > 80
