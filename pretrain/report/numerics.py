@@ -107,20 +107,21 @@ def _cells(rows: Sequence[Row], part: str | None, figure: str, name: str = "modu
 def _figure(
     figure: tuple[str, str, float | None, Any], parts: Mapping[str, Cells], names: Sequence[str]
 ) -> str:
-    _, title, middle, worst = figure
+    name, title, middle, worst = figure
     parts = {label: cells for label, cells in parts.items() if cells}
     if not parts:
         return ""
     steps = sorted({step for cells in parts.values() for row in cells.values() for step in row})
     maps = {}
     for label, cells in parts.items():
-        rows = [(name, [cells[name].get(s) for s in steps]) for name in names if name in cells]
+        rows = [(one, [cells[one].get(s) for s in steps]) for one in names if one in cells]
         maps[label] = HeatMap(f"{title}: {label}", steps, rows, middle)
     limits = colour_range(list(maps.values()))
     drawn = "".join(
         f"<div><h4>{escape(label)}</h4>{render(each, limits)}</div>" for label, each in maps.items()
     )
-    note = _extreme(parts, middle, worst)
+    said = "largest" if name == "amax" else "farthest off"
+    note = f"{said}: {_extreme(parts, middle, worst)}"
     return (
         f'<figure class="card heat"><figcaption><h3>{escape(title)}</h3>'
         f'{legend(limits, middle is not None)}<span class="key">{escape(note)}</span>'
@@ -141,4 +142,4 @@ def _extreme(parts: Mapping[str, Cells], middle: float | None, worst: Any) -> st
         return abs(cell[0] - middle) if middle is not None else cell[0]
 
     value, label, name, step = (worst or max)(cells, key=key)
-    return f"farthest off: {number(value)}, {name} {label}, step {step}"
+    return f"{number(value)}, {name} {label}, step {step}"

@@ -203,6 +203,7 @@ def test_numerics_are_maps_of_layers_by_steps(run):
     page = Text(render_page(load_run(run)))
     text = page.text
     assert "farthest off: 12.25, layers.1.mlp.linear_fc1 fprop.x, step 200" in text
+    assert "largest: 3, mtp.0.eh_proj fprop.x, step 200" in text, "an amax is not off"
     assert "layers.1.mlp.linear_fc1 last 12.25 lowest 12.25 at step 200" in text
     assert "layers.2.mlp.linear_fc1 last -2 lowest -2 at step 100" in text, "log2 of amax"
     assert "mtp.0.eh_proj last 3 lowest 3 at step 200" in text, "an amax of 0 has no logarithm"
