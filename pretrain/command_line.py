@@ -37,9 +37,9 @@ def recipe_settings(text: str) -> tuple[str, list[str]]:
 
 
 def each_recipe[Result](
-    labels: Sequence[str], make: Callable[[str, list[str]], Result]
+    labels: Sequence[str], make: Callable[[str, list[str]], Result], option: str = "--recipes"
 ) -> dict[str, Result]:
-    """{label: make(recipe, its settings)} of what --recipes names, as `recipe_settings` reads it.
+    """{label: make(recipe, its settings)} of what `option` names, as `recipe_settings` reads it.
 
     Raises ConfigError: the problems of all of them, each behind its label.
     """
@@ -49,7 +49,7 @@ def each_recipe[Result](
         try:
             found[label] = make(*recipe_settings(label))
         except ConfigError as error:
-            problems += [f"--recipes {label}: {problem}" for problem in error.problems]
+            problems += [f"{option} {label}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return found

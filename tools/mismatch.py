@@ -6,8 +6,10 @@ python -m tools.mismatch CKPT_DIR --sample --handoff DIR        # the seam as a 
 
 The sampler goes through caches, token by token; the trainer through the training forward; both on
 the same tokens of validation data, or with --sample on what the sampler writes. A side is a plan or
-a recipe by name; without a name it is the run's `precision.phases`, or what the run trains in. With
---handoff the sampler multiplies with weights that were handed over, packed, through that folder.
+a recipe by name, as in nvfp4_fast:fp8, with settings of its own as in
+nvfp4+precision.amax_scope=shard; without a name it is the run's `precision.phases`, or what the run
+trains in. With --handoff the sampler multiplies with weights that were handed over, packed, through
+that folder.
 """
 
 import argparse
@@ -45,8 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CKPT_DIR")
     add("overrides", nargs="*", metavar="section.key=value", help="over the run's own settings")
-    add("--sampler", metavar="NAME", help="plan or recipe of the cached pass")
-    add("--trainer", metavar="NAME", help="plan or recipe of the training forward")
+    side = "PLAN or RECIPE[:DECODE][+KEY=VALUE...] of the"
+    add("--sampler", metavar="NAME", help=f"{side} cached pass")
+    add("--trainer", metavar="NAME", help=f"{side} training forward")
     add("--data", type=Path, metavar="DIR", help="token shards (default: the run's data.valid)")
     add("--sequences", type=int, default=8)
     add("--length", type=int, metavar="TOKENS", help="of a sequence (default: up to 256)")

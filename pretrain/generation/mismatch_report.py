@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's mismatch between a sampler and a trainer: what is compared, and what comes out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -10,8 +10,11 @@ from fused_ops.errors import ConfigError
 from fused_ops.recipe import RECIPES
 from models.plans import PLANS
 from models.precision import apply_precision
-from models.precision_config import PhasePlans, PrecisionConfig
+from models.precision_config import PrecisionConfig
 from models.precision_rules import PRETRAINING
+from pretrain.command_line import each_recipe
+from pretrain.config import make_config
+from pretrain.config_file import apply_overrides, encode, parse_overrides
 from pretrain.conversion.calibration import validation_windows
 from pretrain.generation.handoff import latest_version, publish_weights, receive_weights
 from pretrain.generation.mismatch import (
@@ -34,8 +37,12 @@ class Sides:
 
     Args:
         opened: the model.
-        sampler, trainer: names of a plan or a recipe; None takes the run's plan of that phase
-            (`precision.phases`), and where it names none the precision that the run has now.
+        sampler, trainer: PLAN or RECIPE[:DECODE][+KEY=VALUE...], with keys of `precision`; None
+            takes the run's plan of that phase (`precision.phases`), and where it names none the
+            precision that the run has now.
+
+    Raises:
+        ConfigError: all that is wrong with the two.
     """
 
     def __init__(
@@ -48,13 +55,14 @@ class Sides:
             "sampler": "sampler" if phases.sampler else PRETRAINING,
             "trainer": "rl_trainer" if phases.rl_trainer else PRETRAINING,
         }
-        known = {*PLANS, *RECIPES, *opened.config.precision.recipes}
-        problems = [
-            f"--{side} must be the name of a plan or a recipe: {', '.join(sorted(known))}; got "
-            f"{name!r}"
-            for side, name in self._given.items()
-            if name is not None and name not in known
-        ]
+        self._sections: dict[str, PrecisionConfig] = {}
+        problems = []
+        for side, label in self._given.items():
+            try:
+                named = [] if label is None else [label]
+                self._sections |= each_recipe(named, self._section, f"--{side}")
+            except ConfigError as error:
+                problems += error.problems
         if problems:
             raise ConfigError(problems)
 
@@ -65,24 +73,41 @@ class Sides:
 
     def take(self, side: str) -> None:
         """Give every layer the precision of "sampler" or "trainer"."""
-        name = self._given[side]
-        if name is None:
+        label = self._given[side]
+        if label is None:
             self.opened.plan.set_phase(self._phase[side])
         else:
-            self.take_named(name)
+            self._apply(self._sections[label])
 
     def take_named(self, name: str) -> None:
         """Give every layer what a plan or a recipe says, without the run's own rules."""
-        precision = self.opened.config.precision
-        plan = name not in RECIPES and name not in precision.recipes
-        section: PrecisionConfig = replace(
-            precision,
-            plan=name if plan else None,
-            recipe=None if plan else name,
-            rules=(),
-            schedule=(),
-            phases=PhasePlans(),
-        )
+        self._apply(self._section(name, []))
+
+    def _section(self, name: str, own: list[str]) -> PrecisionConfig:
+        recipes = {*RECIPES, *self.opened.config.precision.recipes}
+        if name not in {*PLANS, *recipes}:
+            raise ConfigError(
+                "a side must begin with the name of a plan or a recipe: "
+                f"{', '.join(sorted({*PLANS, *recipes}))}; got {name!r}"
+            )
+        settings = parse_overrides(own)
+        if others := [key for key, _ in settings if not key.startswith("precision.")]:
+            raise ConfigError(
+                f"a side's own settings must be of section precision; got {', '.join(others)}; "
+                "put what is for both sides behind CKPT_DIR"
+            )
+        data = encode(self.opened.config)
+        data["precision"] |= {
+            "plan": None if name in recipes else name,
+            "recipe": name if name in recipes else None,
+            "rules": [],
+            "schedule": [],
+            "phases": {},
+        }
+        apply_overrides(data, settings)
+        return make_config(data).precision
+
+    def _apply(self, section: PrecisionConfig) -> None:
         taken = apply_precision([self.opened.model], section, self.opened.state)
         check_scales(taken, self.opened.path)
 

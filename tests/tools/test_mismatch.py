@@ -136,6 +136,23 @@ def test_two_precisions_differ_and_the_phases_of_the_run_are_taken(opened, train
     assert experts.recipe.name == "mxfp8", "inkling2: the last sixth"
 
 
+def test_a_side_is_spelled_as_recipes_of_other_tools_are(opened):
+    """RECIPE:DECODE, a plan with a setting of its own; a name without one takes the run's."""
+    sides = Sides(opened, "nvfp4:fp8", "nvfp4_paper+precision.amax_scope=shard")
+    assert sides.describe("sampler") == "nvfp4:fp8"
+
+    def layers(side):
+        sides.take(side)
+        found = [module for module in opened.model.modules() if hasattr(module, "recipe")]
+        return {(m.recipe.name, m.recipe.decode, m.amax_scope) for m in found}
+
+    assert layers("sampler") == {("nvfp4", "fp8", "layout_invariant")}
+    assert {scope for *_, scope in layers("trainer")} == {"shard"}
+    sides = Sides(opened, "nvfp4", "nvfp4:fp8")
+    assert layers("sampler") == {("nvfp4", "exact", "layout_invariant")}
+    assert layers("trainer") == {("nvfp4", "fp8", "layout_invariant")}
+
+
 def test_the_tool_prints_figures_and_batch_invariance(trained, tmp_path, capsys):
     output = tmp_path / "report.json"
     words = ["--sampler", "nvfp4", "--trainer", "bf16", "--length", "16", "--prompt", "6"]
@@ -203,7 +220,20 @@ def test_a_folder_or_file_that_cannot_be_written_and_too_little_data(trained, tm
         (["--length", "8", "--prompt", "8"], ["--length must be above --prompt 8"]),
         (["--length", "64"], ["at most model.seq_length 32; got 64"]),
         (["--prompt", "40"], ["below the length of a sequence, 32"]),
-        (["--sampler", "nvfp5"], ["--sampler must be the name of a plan"]),
+        (
+            ["--sampler", "nvfp5", "--trainer", "nvfp4:fp7"],
+            [
+                "--sampler nvfp5: a side must begin with the name of a plan or a recipe: bf16, ",
+                "--trainer nvfp4:fp7: behind a recipe and a colon stands how it is decoded",
+            ],
+        ),
+        (
+            ["--sampler", "nvfp4+train.steps=3", "--trainer", "nvfp4_paper+precision.dekode=fp8"],
+            [
+                "--sampler nvfp4+train.steps=3: a side's own settings must be of section precision",
+                "--trainer nvfp4_paper+precision.dekode=fp8: precision.dekode is not a setting",
+            ],
+        ),
         (["--sampler", "fp8_delayed"], ["has none of 8 layers, such as layers.", "fp8_tensorwise"]),
         (["precision.recipe=fp8_delayed"], ["fp8_delayed scales by amaxes of earlier steps"]),
     ],
