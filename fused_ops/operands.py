@@ -24,6 +24,7 @@ from fused_ops.quantize import (
 )
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.recipe import is_quantized
+from fused_ops.scaled_matmul import blackwell
 from fused_ops.scaled_matmul.hopper import decoded_form
 from fused_ops.triton_support import device_reason
 
@@ -203,10 +204,10 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
         return "codes"
     if device_reason(x) is not None or x.dtype not in (torch.bfloat16, torch.float32):
         return "codes"
-    first, second = GEMM_OPERANDS[gemm]
-    return decoded_form(
-        call.spec(f"{gemm}.{first}"), call.spec(f"{gemm}.{second}"), rows, call.recipe.decode
-    )
+    first, second = (call.spec(f"{gemm}.{name}") for name in GEMM_OPERANDS[gemm])
+    if blackwell.multiplies(first, second, call.recipe.decode, x.device):
+        return "codes"
+    return decoded_form(first, second, rows, call.recipe.decode)
 
 
 GEMM_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuBLASLt through ctypes: a . b^T with alpha read from device memory, and C added with beta 1.
+"""cuBLASLt through ctypes: a . b^T with alpha read from device memory, and C added with beta 1;
+also of codes with a scale for each block, where the tensor cores take them (Blackwell).
 
 torch offers neither: `addmm` takes alpha from the host, `scaled_mm` has no C. The library is the
 one that torch loaded. Source: the cuBLAS manual, section cuBLASLt.
@@ -7,6 +8,7 @@ one that torch loaded. Source: the cuBLAS manual, section cuBLASLt.
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +24,14 @@ _DATA_TYPES = {
     torch.bfloat16: 14,
     torch.float8_e4m3fn: 28,
     torch.float8_e5m2: 29,
+    torch.float4_e2m1fn_x2: 33,
 }
 _COMPUTE_32F = 68
 _POINTER_MODE, _TRANSA, _TRANSB, _FAST_ACCUM = 2, 3, 4, 25
+_A_SCALE_POINTER, _B_SCALE_POINTER, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
 _POINTER_MODE_DEVICE = 1
+VEC16_UE4M3, VEC32_UE8M0 = 1, 2
+"""Kinds of block scales: an E4M3 byte for 16 values, an E8M0 byte for 32."""
 _MAX_WORKSPACE_BYTES = 1
 _WORKSPACE = 32 << 20
 _LIBRARIES = ("libcublasLt.so.13", "libcublasLt.so.12")
@@ -103,27 +109,33 @@ def _layout(dtype: torch.dtype, rows: int, cols: int, leading: int) -> ctypes.c_
     return layout
 
 
-def _describe(transpose_first: bool, transpose_second: bool) -> ctypes.c_void_p:
+def _set(operation: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    _call(
+        "cublasLtMatmulDescSetAttribute", operation, attribute, ctypes.byref(value),
+        ctypes.c_size_t(ctypes.sizeof(value)),
+    )  # fmt: skip
+
+
+def _describe(
+    transpose_first: bool, transpose_second: bool, scale_mode: int | None = None
+) -> ctypes.c_void_p:
     """Operation: fp32 sums, alpha and beta on the device."""
     operation = ctypes.c_void_p()
     _call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, 0)
-    for attribute, value in (
-        (_POINTER_MODE, _POINTER_MODE_DEVICE),
-        (_TRANSA, int(transpose_first)),
-        (_TRANSB, int(transpose_second)),
-    ):
-        data = ctypes.c_int32(value)
-        _call(
-            "cublasLtMatmulDescSetAttribute", operation, attribute, ctypes.byref(data),
-            ctypes.c_size_t(4),
-        )  # fmt: skip
+    _set(operation, _POINTER_MODE, ctypes.c_int32(_POINTER_MODE_DEVICE))
+    _set(operation, _TRANSA, ctypes.c_int32(transpose_first))
+    _set(operation, _TRANSB, ctypes.c_int32(transpose_second))
     # Every partial sum in fp32: the fast kind keeps 14 bits of FP8 products.
-    fast = ctypes.c_int8(0)
-    _call(
-        "cublasLtMatmulDescSetAttribute", operation, _FAST_ACCUM, ctypes.byref(fast),
-        ctypes.c_size_t(1),
-    )  # fmt: skip
+    _set(operation, _FAST_ACCUM, ctypes.c_int8(0))
+    if scale_mode is not None:
+        _set(operation, _A_SCALE_MODE, ctypes.c_int32(scale_mode))
+        _set(operation, _B_SCALE_MODE, ctypes.c_int32(scale_mode))
     return operation
+
+
+def _point_at_scales(operation: ctypes.c_void_p, first: int, second: int) -> None:
+    _set(operation, _A_SCALE_POINTER, ctypes.c_void_p(first))
+    _set(operation, _B_SCALE_POINTER, ctypes.c_void_p(second))
 
 
 @functools.cache
@@ -133,14 +145,17 @@ def _plan(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     by_columns: tuple[bool, bool],
     leading: tuple[int, int],
+    scale_mode: int | None = None,
 ) -> tuple[Any, ...]:
     """Descriptors and algorithm of one shape, in cuBLASLt's column order: out^T = b a^T.
 
     by_columns: whether a and b lie in memory as their transposes; leading: elements from a row of
-    what lies there to the next.
+    what lies there to the next; scale_mode: of blocks of both, which a launch points at.
     """
     m, n, k = shape
-    operation = _describe(not by_columns[1], by_columns[0])
+    operation = _describe(not by_columns[1], by_columns[0], scale_mode)
+    if scale_mode is not None:  # some address, for algorithms to be found; a launch has its own
+        _point_at_scales(operation, *[_constants(device, 0).workspace] * 2)
     (rows, cols) = (n, k) if by_columns[1] else (k, n)
     first = _layout(dtypes[1], rows, cols, leading[1])
     (rows, cols) = (m, k) if by_columns[0] else (k, m)
@@ -191,6 +206,42 @@ def matmul(
         accumulate,
     )  # fmt: skip
     return out
+
+
+def block_scaled_matmul(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], alpha: Tensor | None, *, scale_mode: int,
+    out: Tensor, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
+    """`matmul` of codes that the tensor cores multiply by the scales of their blocks.
+
+    Args:
+        a: [M, K], b: [N, K]: contiguous, FP8, or two 4-bit codes a byte ([M, K / 2],
+            float4_e2m1fn_x2); rows are multiples of 16 bytes.
+        scales: of both, uint8, as `fused_ops.codecs.swizzle_scales` lays them.
+        scale_mode: VEC16_UE4M3 or VEC32_UE8M0.
+        alpha, out, accumulate: see `matmul`.
+    """
+    device = a.device.index
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return block_scaled_matmul(
+                a, b, scales, alpha, scale_mode=scale_mode, out=out, accumulate=accumulate
+            )
+    per_byte = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
+    m, n, k = a.shape[0], b.shape[0], a.shape[1] * per_byte
+    dtypes = (a.dtype, b.dtype, out.dtype)
+    plan = _plan(device, (m, n, k), dtypes, (False, False), (k, k), scale_mode)
+    factor = None if alpha is None else alpha.data_ptr()
+    with _SCALES:  # the addresses are a part of the plan, which another thread may want as well
+        _point_at_scales(plan[0], scales[1].data_ptr(), scales[0].data_ptr())
+        _launch(
+            device, raw_stream(a.device), plan, a.data_ptr(), b.data_ptr(), factor,
+            out.data_ptr(), accumulate,
+        )  # fmt: skip
+    return out
+
+
+_SCALES = threading.Lock()
 
 
 def _launch(
