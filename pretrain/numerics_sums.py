@@ -11,31 +11,42 @@ import torch
 from torch import Tensor
 
 _TOGETHER = 8
-"""At most so many of one key wait: what waits is kept."""
+"""Things of one key that are taken in one call."""
 
 
 class Batches[T]:
-    """Gives things of one key to `take`, several in one call."""
+    """Gives things of one key to `take`, several in one call.
 
-    def __init__(self, take: Callable[[list[T]], None]) -> None:
-        self._take = take
-        self._waiting: dict[Hashable, list[T]] = {}
+    most: size of all that waits, whatever the key; beyond it what has waited longest is taken.
+    """
 
-    def add(self, key: Hashable, thing: T) -> None:
+    def __init__(self, take: Callable[[list[T]], None], most: int) -> None:
+        self._take, self._most = take, most
+        self._waiting: dict[Hashable, list[tuple[T, int]]] = {}
+        self._held = 0
+
+    def add(self, key: Hashable, thing: T, size: int) -> None:
         """Where `key` is None the thing may not wait."""
         if key is None:
             self._take([thing])
             return
         waiting = self._waiting.setdefault(key, [])
-        waiting.append(thing)
+        waiting.append((thing, size))
+        self._held += size
         if len(waiting) == _TOGETHER:
-            self._take(self._waiting.pop(key))
+            self._release(key)
+        while self._held > self._most:
+            self._release(next(iter(self._waiting)))
+
+    def _release(self, key: Hashable) -> None:
+        things, sizes = zip(*self._waiting.pop(key))
+        self._held -= sum(sizes)
+        self._take(list(things))
 
     def finish(self) -> None:
         """Gives what waits."""
-        for waiting in self._waiting.values():
-            self._take(waiting)
-        self._waiting = {}
+        for key in list(self._waiting):
+            self._release(key)
 
 
 class Table:

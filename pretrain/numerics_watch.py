@@ -36,7 +36,9 @@ from pretrain.engine import Engine
 from pretrain.numerics_sums import Batches, Table
 
 _SMALL = 2**20
-"""Samples of so many values may wait for others: their time is that of launches."""
+"""Samples and products of so many values may wait for others: their time is that of launches."""
+_WAITING = 64 * _SMALL
+"""Values of all samples that wait: two to three bytes each."""
 
 
 @dataclass
@@ -87,8 +89,8 @@ class NumericsWatch:
         self.routers = torch.zeros(len(self.router_names), 2 + self.num_experts, **zeros)
         self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
         self._partial: list[_Partial] = []
-        self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(self._sum_up)
-        self._products: Batches[_Product] = Batches(self._multiply)
+        self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(self._sum_up, _WAITING)
+        self._products: Batches[_Product] = Batches(self._multiply, _WAITING)
 
     def wants(self, number: int) -> bool:
         """Whether to look at the micro-batch with this number in the global batch, of which
@@ -127,7 +129,7 @@ class NumericsWatch:
 
     def add_operand(self, place: tuple[int, int], sample: Sample) -> None:
         """A quantized sample, to be summed with others where it may wait."""
-        self._samples.add(_waits_as(sample), (place, sample))
+        self._samples.add(_waits_as(sample), (place, sample), sample.plain.numel())
 
     def add_product(
         self,
@@ -140,9 +142,11 @@ class NumericsWatch:
         partial = _Partial(place, groups) if groups else None
         if partial is not None:
             self._partial.append(partial)  # in the order of calls, which is that of all ranks
-        keys = tuple(map(_waits_as, samples))
-        key = None if None in keys else (decode, *keys)
-        self._products.add(key, _Product(place, samples, decode, partial))
+        keys, plain = tuple(map(_waits_as, samples)), [sample.plain for sample in samples]
+        is_large = len(plain[0]) * len(plain[1]) > _SMALL
+        key = None if is_large or None in keys else (decode, *keys)
+        size = sum(part.numel() for part in plain)
+        self._products.add(key, _Product(place, samples, decode, partial), size)
 
     def _sum_up(self, found: Sequence[tuple[tuple[int, int], Sample]]) -> None:
         places, samples = zip(*found)

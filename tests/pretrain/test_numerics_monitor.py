@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_ops import operands
 from fused_ops.keys import OPERANDS
-from fused_ops.operand_error import OPERAND_SUMS
+from fused_ops.operand_error import OPERAND_SUMS, PRODUCT_SUMS, take_sample
+from pretrain import numerics_watch
 from pretrain.config import make_config
 from pretrain.data.dataset import open_dataset
 from pretrain.data.loader import TrainLoader
@@ -301,6 +302,26 @@ def test_a_step_of_small_operands_takes_few_launches(folder, monkeypatch):
     with counted:
         watch.reduced()
     assert counted.count < 24 * 12 * 6, "12 layers of 6 operands"
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(64, [8]), (1536, [1] * 8)])
+def test_only_small_products_are_taken_together(folder, monkeypatch, rows, sizes):
+    """Operands of few columns are small, and the product of all their rows is not."""
+    watch, found = NumericsWatch(_Run(folder).engine, (0, 128), 8), []
+    taken = numerics_watch.products_together
+    monkeypatch.setattr(
+        numerics_watch,
+        "products_together",
+        lambda pairs, decode: found.append(len(pairs)) or taken(pairs, decode),
+    )
+    for _ in range(8):
+        x = torch.ones(rows, 256, dtype=torch.bfloat16)
+        sample = take_sample(x, x, columns=False, limits=(0, 128))
+        watch.add_product((0, 0), (sample, sample), "exact", [])
+    assert found == sizes
+    sums = dict(zip(PRODUCT_SUMS, watch.reduced()["products"][0][0]))
+    assert sums["count"] == 8 * rows**2
+    assert sums["cross"] == 8 * rows**2 * 128**2
 
 
 LAYOUTS = {

@@ -10,18 +10,34 @@ from pretrain.numerics_sums import Batches, Table
 
 def test_things_of_one_key_are_taken_together():
     taken = []
-    batches = Batches(lambda things: taken.append(list(things)))
+    batches = Batches(lambda things: taken.append(list(things)), most=100)
     for number in range(10):
-        batches.add("even" if number % 2 == 0 else "odd", number)
-    batches.add(None, "large")
+        batches.add("even" if number % 2 == 0 else "odd", number, 1)
+    batches.add(None, "large", 1000)
     assert taken == [["large"]], "the others wait"
     for number in range(10, 16):
-        batches.add("even", number)
+        batches.add("even", number, 1)
     assert taken[1:] == [[0, 2, 4, 6, 8, 10, 11, 12]]
     batches.finish()
     assert taken[2:] == [[1, 3, 5, 7, 9], [13, 14, 15]]
     batches.finish()
     assert len(taken) == 4, "nothing is taken twice"
+
+
+def test_no_more_waits_than_fits():
+    """Experts with other numbers of tokens each have a key of their own: the oldest go first."""
+    taken = []
+    batches = Batches(lambda things: taken.append(list(things)), most=10)
+    for number in range(4):
+        batches.add(number % 3, number, 3)
+    assert taken == [[0, 3]], "9 and 3 are more than 10"
+    batches.add("wide", "wide", 11)
+    assert taken[1:] == [[1], [2], ["wide"]]
+    batches.add(1, 4, 10)
+    assert len(taken) == 4, "what was taken is not held"
+    batches.finish()
+    batches.add(2, 5, 10)
+    assert taken[4:] == [[4]]
 
 
 def test_a_place_holds_the_sum_of_what_came_in_order():
