@@ -6,11 +6,8 @@ interval holds every ratio r for which the mean over seeds of a - r b does not d
 Student's test, the gaps a and b of a seed being paired. Where b itself is not distinguishable from
 0, no ratio is excluded on one side, and there is no interval.
 
-Several models have gaps of other sizes, which scatter otherwise, and seeds that have nothing in
-common. Together their ratio is that of the gaps' means over the models, each model counting once,
-and the test that of B. L. Welch, "The generalization of Student's problem when several different
-population variances are involved", Biometrika 34 (1947): the variances of the models' means are
-added, and the degrees of freedom are Satterthwaite's.
+Models that have read the same data have the order of it in common within a seed. Several models
+together are therefore paired by seed too: each seed counts once, with the means over the models.
 """
 
 import math
@@ -69,66 +66,22 @@ def _limits(
     return (cross - root) / square, (cross + root) / square
 
 
-_FARTHEST = 64.0
-"""A ratio that is this far from the measured one and not excluded: there is no interval."""
-
-
-@dataclass(frozen=True)
-class _Welch:
-    """The gaps of two rows, by model and by seed, as pairs."""
-
-    pairs: tuple[tuple[tuple[float, float], ...], ...]
-
-    def holds(self, ratio: float) -> bool:
-        """Whether a - ratio b, summed over the models' means, is not told from 0."""
-        total, variances = 0.0, []
-        for pairs in self.pairs:
-            rest = [a - ratio * b for a, b in pairs]
-            total += statistics.fmean(rest)
-            variances.append((statistics.variance(rest) / len(rest), len(rest) - 1))
-        variance = sum(own for own, _ in variances)
-        if variance == 0:
-            return total == 0
-        freedom = variance**2 / sum(own**2 / count for own, count in variances)
-        return total**2 <= t95(math.floor(freedom * (1 + 1e-9))) ** 2 * variance
-
-    def edge(self, inside: float, direction: int) -> float | None:
-        """The ratio nearest to `inside` from which on it is excluded; None: far away."""
-        step = 2.0**-10
-        while self.holds(inside + direction * step):
-            step *= 2
-            if step > _FARTHEST:
-                return None
-        outside, inside = inside + direction * step, inside + direction * step / 2
-        while abs(outside - inside) > 1e-9:
-            middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if self.holds(middle) else (inside, middle)
-        return inside
-
-
 def together(parts: Sequence[tuple[Mapping[int, float], Mapping[int, float]]]) -> Ratio | None:
-    """The ratio of the means of several models' mean gaps, with Welch's interval.
+    """The ratio of the means over several models, each model counting once.
 
     Args:
-        parts: of each model the gaps (top, bottom) by seed. A model with fewer than two common
-            seeds has no spread, and is left out.
+        parts: of each model the gaps (top, bottom) by seed.
 
-    None with fewer than two models.
+    None with fewer than two models, or without a seed that all of them have.
     """
-    pairs = [
-        tuple((top[seed], bottom[seed]) for seed in sorted(top.keys() & bottom.keys()))
-        for top, bottom in parts
-    ]
-    pairs = [each for each in pairs if len(each) > 1]
-    below = sum(statistics.fmean(b for _, b in each) for each in pairs)
-    if len(pairs) < 2 or below == 0:
+    if len(parts) < 2:
         return None
-    value = sum(statistics.fmean(a for a, _ in each) for each in pairs) / below
-    welch = _Welch(tuple(pairs))
-    low, high = (welch.edge(value, direction) for direction in (-1, 1))
-    if low is None or high is None:
-        low = high = None
-    return Ratio(value, low, high, tuple(range(sum(map(len, pairs)))))
+    seeds = set.intersection(*(set(top.keys() & bottom.keys()) for top, bottom in parts))
+    top, bottom = (
+        {seed: statistics.fmean(gaps[seed] for gaps in side) for seed in seeds}
+        for side in zip(*parts)
+    )
+    return fieller(top, bottom)
 
 
 def gap_ratio(row: Row, other: Row, base: Row, forward: str = "own") -> Ratio | None:

@@ -53,7 +53,7 @@ def _goal_gap(model: ModelResults, v1: StudyRow, base: StudyRow) -> list[str]:
     if not found:
         return []
     _, label, best, ratio = min(found, key=lambda entry: entry[:2])
-    return [f"`{label}` {_of_v1(best, ratio, [each for *_, each in found])}"]
+    return [f"`{label}` {_of_v1(best.four_bit, ratio, [each for *_, each in found])}"]
 
 
 def _has_no_bf16_layers(one: StudyRow) -> bool:
@@ -62,11 +62,11 @@ def _has_no_bf16_layers(one: StudyRow) -> bool:
     return one.low_bit >= 0.999 and whole and not broken_seeds(one.row)
 
 
-def _of_v1(best: StudyRow, ratio: Ratio, every: Sequence[Ratio]) -> str:
+def _of_v1(four_bit: float, ratio: Ratio, every: Sequence[Ratio]) -> str:
     """The best row's share of V1's gap; `every`: of all the rows that it was chosen from."""
     met = ratio.high is not None and ratio.high <= _SHARE
     missed = all(each.low is not None and each.low > _SHARE for each in every)
-    share = f", {best.four_bit:.2f} of the linears' FLOPs in 4 bits" if best.four_bit < 1 else ""
+    share = f", {four_bit:.2f} of the linears' FLOPs in 4 bits" if four_bit < 1 else ""
     chosen = f" (the lowest of {len(every)}, so a little too low)" if len(every) > 1 else ""
     return f"{ratio}{share}{chosen}: {_verdict(met, missed)}"
 
@@ -91,7 +91,8 @@ def _goal_gap_together(found: Sequence[tuple[ModelResults, StudyRow, StudyRow]])
     label = min(several, key=lambda name: (several[name][1].value, name))
     parts, ratio = several[label]
     names = " and ".join(name for name, *_ in parts)
-    said = _of_v1(parts[0][1], ratio, [each for _, each in several.values()])
+    four_bit = min(one.four_bit for _, one, _ in parts)
+    said = _of_v1(four_bit, ratio, [each for _, each in several.values()])
     return [f"{names} together `{label}` {said}"]
 
 
