@@ -29,6 +29,9 @@ class Callback:
     def before_step(self, trainer: Training, step: int) -> None:
         """Before step `step` computes anything."""
 
+    def after_compute(self, trainer: Training, step: int) -> None:
+        """After what step `step` computes; what this takes is a part of the step's time."""
+
     def after_step(self, trainer: Training, row: Row) -> None:
         """After a step: its row of metrics."""
 

@@ -60,8 +60,8 @@ class NumericsMonitor(Callback):
         self._watch = NumericsWatch(self.engine, limits, self.config.experts, turn)
         self._attached.enter_context(self._watch.attached())
 
-    def after_step(self, trainer: Training, row: Mapping[str, Any]) -> None:
-        """Signature: `Callback.after_step`. Collective after a monitored step."""
+    def after_compute(self, trainer: Training, step: int) -> None:
+        """Signature: `Callback.after_compute`. Collective after a monitored step."""
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -70,10 +70,10 @@ class NumericsMonitor(Callback):
         if self.sink is None or self.show is None:
             return
         recipes = {name: recipe.name for name, recipe in self.engine.plan.recipes().items()}
-        rows = numerics_rows(row["step"], watch, sums, recipes)
+        rows = numerics_rows(step, watch, sums, recipes)
         for one in rows:
             self.sink.write(one)
-        self.show({"step": row["step"], **flat_figures(rows)})
+        self.show({"step": step, **flat_figures(rows)})
 
     def on_rollback(self, trainer: Training, step: int) -> None:
         """Signature: `Callback.on_rollback`."""

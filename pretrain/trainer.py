@@ -172,6 +172,7 @@ class Trainer:
             state.advance(samples[-1] + 1, tokens, result.updated)
             if result.updated and self.checkpoints.average is not None:
                 self.checkpoints.average.update()
+            self.each("after_compute", step)
             self.each("after_step", self._row(result, tokens, time.perf_counter() - started))
             self.recovery.after_step(result, micro_batches, samples)
             self.checkpoints.poll()

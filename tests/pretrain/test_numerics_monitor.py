@@ -2,6 +2,7 @@
 """The monitor of numerics: it changes nothing, sees what is broken, and knows no layout."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -204,6 +205,22 @@ def test_what_goes_stale_within_a_step_shows(folder, tmp_path, monkeypatch):
     assert _mean(first, "wgrad", "cosine") > 0.97
     assert abs(_mean(second, "wgrad", "cosine")) < 0.6
     assert _mean(second, "dgrad", "cosine") > 0.97
+
+
+def test_what_it_takes_is_in_the_time_of_its_step(folder, tmp_path, monkeypatch):
+    """The report's share of the monitor is of these times: nothing is left beside them."""
+    reduced = NumericsWatch.reduced
+
+    def slowly(watch):
+        time.sleep(1.5)
+        return reduced(watch)
+
+    monkeypatch.setattr(NumericsWatch, "reduced", slowly)
+    data = toy_config(folder, "*-", run={"dir": str(tmp_path)}, monitor={"interval": 2})
+    data["train"] |= {"steps": 2}
+    Trainer(make_config(data)).run()
+    rows = [row for row in _read(tmp_path / data["run"]["name"] / "metrics.jsonl") if "loss" in row]
+    assert rows[1]["seconds"] > 1.5
 
 
 def test_routers_of_prediction_layers_are_seen(folder):
