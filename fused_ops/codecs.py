@@ -173,6 +173,16 @@ def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, add_cols, 0, add_rows))
 
 
+def per_row(factors: Tensor, block: tuple[int, int], rows: int) -> Tensor:
+    """Factors of blocks (r, c), those of tiles repeated for each of their rows.
+
+    [ceil(rows / r), blocks] -> [rows, blocks].
+    """
+    if block[0] == 1:
+        return factors
+    return factors.repeat_interleave(block[0], dim=0)[:rows]
+
+
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Block scales [rows, blocks] -> flat bytes in the 128 x 4 tiles that cuBLASLt reads.
 

@@ -18,8 +18,8 @@ from fused_ops.codecs import (
     encode_fp8,
     pack_nibbles,
     pad_to,
+    per_row,
     roundup,
-    swizzle_scales,
     unpack_nibbles,
 )
 from fused_ops.errors import ConfigError
@@ -112,6 +112,7 @@ class OperandSpec:
 
     @property
     def is_fp4(self) -> bool:
+        """True for 4-bit elements, two of which share a byte."""
         return self.element == "e2m1"
 
     @property
@@ -299,13 +300,9 @@ class QuantizedTensor:
 
     def row_scales(self) -> Tensor:
         """`scales` with those of tiles repeated for each row: [rows, blocks]."""
-        if self.spec.block is None or self.spec.block[0] == 1:
+        if self.spec.block is None:
             return self.scales
-        return self.scales.repeat_interleave(self.spec.block[0], dim=0)[: self.shape[0]]
-
-    def swizzled_scales(self) -> Tensor:
-        """Flat scales in 128 x 4 tiles, as block-scaled GEMMs of cuBLASLt read them."""
-        return swizzle_scales(self.row_scales())
+        return per_row(self.scales, self.spec.block, self.shape[0])
 
     def unscaled(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """code * block scale, without the tensor scale: [rows, cols].
@@ -316,9 +313,7 @@ class QuantizedTensor:
         rows, cols = self.shape
         values = self.values()
         if self.spec.block is not None:
-            scales = self.block_scales()
-            if self.spec.block[0] > 1:
-                scales = scales.repeat_interleave(self.spec.block[0], dim=0)[:rows]
+            scales = per_row(self.block_scales(), self.spec.block, rows)
             blocked = values.view(rows, scales.shape[1], self.spec.block[1])
             values = blocked.mul_(scales.unsqueeze(-1)).view(values.shape)
         return values[:, :cols].to(dtype)
@@ -410,3 +405,7 @@ class DecodedTensor:
     def nbytes(self) -> int:
         """Bytes of data and amax."""
         return self.data.numel() * self.data.element_size() + self.amax.numel() * 4
+
+
+Operand = QuantizedTensor | DecodedTensor | Tensor
+"""What a GEMM multiplies: codes, what codes decode to, or a high-precision tensor as it is."""

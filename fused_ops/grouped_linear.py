@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fused_ops import grouped_cuda
 from fused_ops.dispatch import outside_graph
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.linear import (
     check_shapes,
     dgrad,
@@ -25,7 +25,7 @@ from fused_ops.linear import (
     wgrad_input,
     without_gradient,
 )
-from fused_ops.linear_call import LinearCall, Operand
+from fused_ops.linear_call import LinearCall
 from fused_ops.main_grad import Zeros, sum_of
 from fused_ops.operands import (
     amax_of,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Randomness as a pure function: which dither and which Hadamard signs an operand gets.
 
-Nothing here is drawn and nothing is stored: with pipeline parallelism several micro-batches are in
+There is no generator whose state moves on: with pipeline parallelism several micro-batches are in
 flight, and a buffer of signs or seeds would be stale for some of them. The key of an operand is
 
     r = philox(counter=(layer_lo, layer_hi, step_lo, step_hi), key=(seed_lo, seed_hi))
@@ -12,8 +12,9 @@ with Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
 words, and `stream` the number of the operand in STREAMS. The dither of one element is then a Philox
 value of (key, global row, global column): see `fused_ops.quantize`.
 
-Hadamard signs: both operands of one GEMM share a vector, or the rotation would not cancel; dgrad
-and wgrad have different ones. They depend neither on the rank nor on the expert.
+Hadamard signs are the bits of all four words of k, whose `stream` is that of the GEMM: both
+operands of one GEMM share a vector, or the rotation would not cancel, and each GEMM has its own.
+They depend neither on the rank nor on the expert.
 """
 
 import hashlib
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from fused_ops.quantize.philox import Key
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+"""The two operands of each GEMM, the left one first."""
 TRANSPOSED = ("dgrad.w", "wgrad.dy", "wgrad.x")
 """Operands that are made along the columns of their tensor."""
-OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
 WEIGHT_OPERANDS = ("fprop.w", "dgrad.w")
 
 # The numbers are part of the definition of a run: append, never reorder.
@@ -44,12 +46,12 @@ _MASK = 0xFFFFFFFF
 
 
 def philox4x32(
-    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10
+    counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Philox4x32 of 32-bit words, in Python integers."""
+    """Philox4x32-10 of 32-bit words, in Python integers (`quantize.philox` has it of tensors)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
@@ -193,8 +195,8 @@ def signs(
     key: StreamKey,
     gemm: str,
     device: torch.device | str | None = None,
-) -> torch.Tensor | None:
-    """The sign vector for an operand of `gemm`: fp32 [spec.hadamard] of +-1.
+) -> Tensor | None:
+    """The sign vector for an operand of `gemm`: fp32 [spec.hadamard] of +-1, one of 128 bits each.
 
     Args:
         spec: the operand; its `hadamard` is the length and its `signs` the period.
@@ -210,11 +212,6 @@ def signs(
     place = _sign_place(spec, key, gemm)
     if not place:
         return None
-    if spec.hadamard > 128:
-        raise ValueError(
-            f"a resampled sign vector holds at most 128 signs, got hadamard={spec.hadamard}; "
-            "use 16 or 128"
-        )
     shifts = torch.arange(32, device=device, dtype=torch.int64)
     if key.table is None:
         words = _derive(key.seed, key.step, *place)

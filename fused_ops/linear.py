@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import outside_graph
-from fused_ops.formats import QuantizedTensor
-from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Operand, Part, Runs
+from fused_ops.formats import Operand, QuantizedTensor
+from fused_ops.linear_call import Comm, LinearCall, LocalComm, Observer, Part, Runs
 from fused_ops.main_grad import Zeros, note_added, sum_of
 from fused_ops.operands import (
     Source,

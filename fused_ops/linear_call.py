@@ -10,18 +10,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.formats import Operand, OperandSpec, QuantizedTensor
 from fused_ops.keys import StreamKey
 from fused_ops.quantize import DelayedScaling
 from fused_ops.recipe import GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 
-Operand = QuantizedTensor | DecodedTensor | Tensor
-"""Codes, what codes decode to, or a high-precision tensor used as it is."""
-
-
 Run = tuple[int, int]
-"""How many rows or columns in a row, and the global number of the first."""
+"""How many consecutive rows or columns, and the global number of the first."""
 
 
 @dataclass(frozen=True)

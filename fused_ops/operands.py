@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, Operand, OperandSpec, QuantizedTensor
 from fused_ops.keys import signs
-from fused_ops.linear_call import LinearCall, Operand, Run, Runs
+from fused_ops.linear_call import LinearCall, Run, Runs
 from fused_ops.quantize import (
     DelayedScaling,
     amax_pair,
@@ -204,13 +204,10 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
         return "codes"
     if device_reason(x) is not None or x.dtype not in (torch.bfloat16, torch.float32):
         return "codes"
-    first, second = (call.spec(f"{gemm}.{name}") for name in GEMM_OPERANDS[gemm])
+    first, second = call.recipe.specs(gemm)
     if blackwell.multiplies(first, second, call.recipe.decode, x.device):
         return "codes"
     return decoded_form(first, second, rows, call.recipe.decode)
-
-
-GEMM_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
 def _quantize_runs(

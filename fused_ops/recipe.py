@@ -17,10 +17,11 @@ from typing import Any
 
 from fused_ops.errors import ConfigError
 from fused_ops.formats import HIGH_PRECISION, OperandSpec
-from fused_ops.keys import GEMMS
+from fused_ops.keys import GEMMS, OPERANDS
 
 DECODES = ("exact", "fp8")
-OPERAND_FIELDS = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
+OPERAND_FIELDS = tuple(name.replace(".", "_") for name in OPERANDS)
+"""Operands as fields of a recipe and as keys in YAML; the left one of a GEMM comes first."""
 
 _BF16 = OperandSpec()
 

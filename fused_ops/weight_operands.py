@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, Operand, OperandSpec, QuantizedTensor
 from fused_ops.keys import sign_key
-from fused_ops.linear_call import LinearCall, Operand
+from fused_ops.linear_call import LinearCall
 from fused_ops.operands import operand_form, quantize_operand
 from fused_ops.quantize import dequantize, requantize_columns, triton_backend
 from fused_ops.recipe import GemmRecipe, is_quantized

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fused_ops.errors import ConfigError
-from fused_ops.formats import OperandSpec, QuantizedTensor
-from fused_ops.linear import LinearCall, Operand
+from fused_ops.formats import Operand, OperandSpec, QuantizedTensor
+from fused_ops.linear import LinearCall
 from fused_ops.quantize import quantize
 from fused_ops.recipe import GemmRecipe, get_recipe
 from fused_ops.scaled_matmul import reference, scaled_matmul

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_ops.formats import QuantizedTensor
-from fused_ops.linear import LinearCall, Operand
+from fused_ops.formats import Operand, QuantizedTensor
+from fused_ops.linear import LinearCall
 from models import delayed
 from models.precision import unwrap
 from pretrain.engine import Engine

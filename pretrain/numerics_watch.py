@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.keys import GEMMS, OPERANDS, TRANSPOSED, signs
-from fused_ops.linear import LinearCall, Operand
+from fused_ops.linear import LinearCall
 from fused_ops.operand_error import (
     OPERAND_SUMS,
     PRODUCT_SUMS,

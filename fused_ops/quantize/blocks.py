@@ -8,7 +8,7 @@ one entry a block: [rows, cols / c], or for tiles [ceil(rows / r), cols / c].
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import FLT_MAX, pad_to, roundup
+from fused_ops.codecs import FLT_MAX, pad_to, per_row, roundup
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize.hadamard import rotate
 
@@ -40,13 +40,6 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
         return amax
     tiles = pad_to(amax, roundup(rows, block[0]), amax.shape[1])
     return tiles.view(tiles.shape[0] // block[0], block[0], tiles.shape[1]).amax(dim=1)
-
-
-def per_row(factors: Tensor, block: Block, rows: int) -> Tensor:
-    """Factors of tiles repeated for each of `rows` rows."""
-    if block[0] == 1:
-        return factors
-    return factors.repeat_interleave(block[0], dim=0)[:rows]
 
 
 def scale_(x: Tensor, factors: Tensor, block: Block) -> Tensor:

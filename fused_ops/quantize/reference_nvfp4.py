@@ -17,14 +17,13 @@ decodes to zero.
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import FLT_MAX, decode_fp8, encode_fp8, nearest_e2m1_
+from fused_ops.codecs import FLT_MAX, decode_fp8, encode_fp8, nearest_e2m1_, per_row
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize.blocks import (
     block_amax,
     block_sum,
     capped_reciprocal,
     elements_first,
-    per_row,
     scale_,
     tensor_amax,
     true_divide,

@@ -11,13 +11,12 @@ on any other block.
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import nearest_e2m1_
+from fused_ops.codecs import nearest_e2m1_, per_row
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize.blocks import (
     block_amax,
     block_sum,
     elements_first,
-    per_row,
     scale_,
     tensor_amax,
 )

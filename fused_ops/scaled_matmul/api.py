@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fused_ops.dispatch import Choice
+from fused_ops.formats import Operand
 from fused_ops.main_grad import Zeros
 from fused_ops.scaled_matmul import custom, reference
 from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
-from fused_ops.scaled_matmul.reference import Operand
 
 
 def scaled_matmul(

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fused_ops.codecs import E4M3_MAX, pad_to, roundup, swizzle_scales
-from fused_ops.formats import OperandSpec, QuantizedTensor
+from fused_ops.formats import Operand, OperandSpec, QuantizedTensor
 from fused_ops.scaled_matmul import cublaslt, reference
-from fused_ops.scaled_matmul.reference import Operand
 
 SCALE_MODES = {"nvfp4": cublaslt.VEC16_UE4M3, "mxfp8": cublaslt.VEC32_UE8M0}
 _ROWS = 16

@@ -9,8 +9,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from fused_ops.formats import QuantizedTensor
-from fused_ops.scaled_matmul.reference import Operand
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.triton_support import device_reason, launch
 
 TILE = {"m": 128, "n": 128, "warps": 8, "stages": 2}

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from fused_ops.compiling import choice_text, joined, parse_choice, parse_spec, spec_text
 from fused_ops.dispatch import Choice
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
-from fused_ops.scaled_matmul.reference import Operand
 
 
 def _taken_apart(operand: Operand) -> tuple[list[Tensor], str]:

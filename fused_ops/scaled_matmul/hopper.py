@@ -12,10 +12,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from fused_ops.formats import DecodedTensor, OperandSpec, QuantizedTensor
+from fused_ops.formats import DecodedTensor, Operand, OperandSpec, QuantizedTensor
 from fused_ops.quantize import triton_backend, triton_decode
 from fused_ops.scaled_matmul import cublaslt, reference
-from fused_ops.scaled_matmul.reference import Operand
 from fused_ops.triton_support import device_reason
 
 WHOLE_TENSOR_FP8 = ("fp8_tensorwise", "fp8_delayed")

@@ -16,9 +16,7 @@ import struct
 import torch
 from torch import Tensor
 
-from fused_ops.formats import DecodedTensor, QuantizedTensor
-
-Operand = QuantizedTensor | DecodedTensor | Tensor
+from fused_ops.formats import DecodedTensor, Operand, QuantizedTensor
 
 BLOCK_SCALES_ONLY = ("mxfp8", "mxfp4", "fp8_blockwise")
 """Formats without a tensor scale: nothing of theirs is left for the epilogue."""

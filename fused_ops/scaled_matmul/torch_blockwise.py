@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_ops.codecs import roundup
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.scaled_matmul.blockwise import is_blockwise, kind_reason
-from fused_ops.scaled_matmul.reference import Operand, add_into
+from fused_ops.scaled_matmul.reference import add_into
 from fused_ops.triton_support import device_reason
 
 

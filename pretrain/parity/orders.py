@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fused_ops import grouped_linear, linear
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.main_grad import Zeros
-from fused_ops.scaled_matmul.reference import Operand, alpha, values
+from fused_ops.scaled_matmul.reference import alpha, values
 from models.parallel_linear import OutputLayer
 
 

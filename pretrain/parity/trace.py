@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.formats import QuantizedTensor
+from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.keys import TRANSPOSED, StreamKey
 from fused_ops.linear import LinearCall, Runs, linear
-from fused_ops.linear_call import Operand, Run
+from fused_ops.linear_call import Run
 from fused_ops.recipe import GemmRecipe
 from models.parallel_linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from pretrain.engine import Engine

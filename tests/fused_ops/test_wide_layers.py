@@ -25,9 +25,7 @@ def product(a, b, alpha, *, out, accumulate=False):
 
 def form(call, gemm, x, rows):
     """operand_form, as it is of tensors on a GPU."""
-    first, second = operands.GEMM_OPERANDS[gemm]
-    specs = call.spec(f"{gemm}.{first}"), call.spec(f"{gemm}.{second}")
-    return hopper.decoded_form(*specs, rows, call.recipe.decode)
+    return hopper.decoded_form(*call.recipe.specs(gemm), rows, call.recipe.decode)
 
 
 @pytest.fixture
