@@ -73,9 +73,9 @@ def join_key(tensor: Tensor | None, words: Sequence[int]) -> "Key | None":
     return (int(words[0]), int(words[1])) if words else None
 
 
-def result_shape(x: Tensor, spec: OperandSpec, columns: bool) -> tuple[int, int]:
-    """The `shape` of what quantize makes of x."""
-    rows, cols = (x.shape[1], x.shape[0]) if columns else (x.shape[0], x.shape[1])
+def result_shape(shape: Sequence[int], spec: OperandSpec, columns: bool) -> tuple[int, int]:
+    """The `shape` of what quantize makes of a matrix of this shape."""
+    rows, cols = (shape[1], shape[0]) if columns else (shape[0], shape[1])
     return rows, roundup(cols, spec.multiple) if spec.hadamard else cols
 
 

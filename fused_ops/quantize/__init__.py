@@ -4,7 +4,6 @@
 from fused_ops.quantize.api import (
     amax_pair,
     dequantize,
-    nonfinite_flag,
     operand_amax,
     pair_reason,
     plain_amax,
@@ -23,7 +22,6 @@ __all__ = [
     "DelayedScaling",
     "amax_pair",
     "dequantize",
-    "nonfinite_flag",
     "operand_amax",
     "pair_reason",
     "plain_amax",

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize() and the amax it may be given: signatures and checks."""
+"""quantize() and the amax it may be given: signatures and checks.
 
-import itertools
+A caller whose tensor is cut over ranks takes `operand_amax` of its part, reduces it, and hands it
+to `quantize`; in a single process `quantize` takes it itself. The definition whose bytes all back
+ends equal is `reference.py`.
+"""
+
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +31,6 @@ def operand_amax(
     *,
     columns: bool = False,
     signs: Tensor | None = None,
-    group_offsets: Tensor | None = None,
 ) -> Tensor:
     """Amax that quantize() would take by itself, so that a caller can reduce it over ranks first.
 
@@ -41,19 +44,11 @@ def operand_amax(
     Args:
         x: [rows, cols] fp32, bf16 or fp16.
         columns, signs: as in `quantize`.
-        group_offsets: integers [groups + 1], ascending from 0: one amax for each group of rows
-            x[offset[i] : offset[i + 1]], 0 for an empty one.
     Returns:
-        fp32: scalar; [result rows] if spec.row_scaled; [groups] with group_offsets. NaN stays NaN.
+        fp32: scalar, or [result rows] if spec.row_scaled. NaN stays NaN.
     """
     _check(x, spec)
-    if group_offsets is None:
-        return _amax(x, spec, columns, signs)
-    if spec.row_scaled:
-        refuse("row_scaled operands have an amax a row already: omit group_offsets")
-    ends = group_offsets.tolist()
-    groups = [x[first:last] for first, last in itertools.pairwise(ends)]
-    return torch.stack([_amax(group, spec, columns, signs) for group in groups])
+    return _amax(x, spec, columns, signs)
 
 
 def _amax(
@@ -79,9 +74,9 @@ def quantize(
     """Quantize one operand of a GEMM, as `spec` says.
 
     Args:
-        x: [rows, cols] fp32, bf16 or fp16. Nothing looks for Inf and NaN here: see
-            `nonfinite_flag`. They decode to NaN or Inf, never to a plausible number, except in
-            FP8, whose casts saturate Inf.
+        x: [rows, cols] fp32, bf16 or fp16. Nothing looks for Inf and NaN here: the
+            flag of `plain_amax` does. They decode to NaN or Inf, never to a plausible number,
+            except in FP8, whose casts saturate Inf.
         columns: False: blocks and contraction run along cols. True: quantizes x.T, result
             [cols, rows], blocks and rotation along x's rows.
         amax: fp32 scalar ([result rows] if row_scaled) shared with other shards; None: x's own.
@@ -91,6 +86,8 @@ def quantize(
             key, global row and global column alone.
         origin: global (row, column) of the result's first element, the column a multiple of 16.
         implementation: force one by name; it never falls back.
+    Returns:
+        Codes of [rows, cols], or of [cols, rows] if `columns`; see QuantizedTensor.
     Raises:
         ConfigError (a ValueError): wrong shape or dtype, missing key or amax, no implementation.
     """
@@ -171,6 +168,8 @@ def quantize_pair(
         amaxes: of both operands, fp32 scalars.
         arguments: signs, of the column operand's rotation; keys and forms, of both operands;
             origin, global (row, column) of x[0, 0], multiples of 16.
+    Returns:
+        Operands [rows, cols] and [cols, rows], QuantizedTensor or DecodedTensor as `forms` say.
     """
     if is_dynamo_compiling():
         return custom.quantize_pair(
@@ -221,7 +220,9 @@ def requantize_columns(
     Args:
         source: codes [rows, cols].
         amax: fp32 scalar, of the decoded values.
-        form: as in `quantize`.
+        form: "codes", or one of DECODED_FORMS: see `quantize_decoded`.
+    Returns:
+        [cols, rows], a QuantizedTensor or a DecodedTensor as `form` says.
     """
     if is_dynamo_compiling():
         return custom.requantize_columns(
@@ -268,11 +269,6 @@ def quantize_stale(
     if not bool(first.out_of_range.any()):
         return first, False
     return quantize(x, spec, **options), True  # type: ignore[arg-type]
-
-
-def nonfinite_flag(x: Tensor) -> Tensor:
-    """True (bool scalar on x's device, no synchronization) if x has an Inf or NaN."""
-    return ~torch.isfinite(_amax(x, PLAIN))
 
 
 def _check(x: Tensor, spec: OperandSpec) -> None:

@@ -78,7 +78,7 @@ def _quantize(
 def _(x: Tensor, what: str, *rest: Any) -> list[Tensor]:
     text, form, along, _ = what.split("|")
     spec = parse_spec(text)
-    return fake_parts(x, spec, form, *result_shape(x, spec, along == "columns"))
+    return fake_parts(x, spec, form, *result_shape(x.shape, spec, along == "columns"))
 
 
 def quantize(
@@ -97,7 +97,7 @@ def quantize(
     key, words = split_key(arguments.get("key"))
     numbers = [*arguments.get("origin", (0, 0)), *words]
     found = torch.ops.nibble.quantize(x, what, amax, arguments.get("signs"), key, numbers)
-    return joined(found, spec, form, result_shape(x, spec, columns))
+    return joined(found, spec, form, result_shape(x.shape, spec, columns))
 
 
 @torch.library.custom_op("nibble::quantize_pair", mutates_args=())
@@ -128,7 +128,7 @@ def _(x: Tensor, what: str, *rest: Any) -> list[Tensor]:
     words, found = what.split("|"), []
     for text, form, columns in zip(words[:2], words[2:4], (False, True)):
         spec = parse_spec(text)
-        found += fake_parts(x, spec, form, *result_shape(x, spec, columns))
+        found += fake_parts(x, spec, form, *result_shape(x.shape, spec, columns))
     return found
 
 
@@ -153,8 +153,8 @@ def quantize_pair(
     )
     own = (3 if forms[0] == "codes" else 2) + has_counts(row)
     return (
-        joined(found[:own], row, forms[0], result_shape(x, row, False)),
-        joined(found[own:], column, forms[1], result_shape(x, column, True)),
+        joined(found[:own], row, forms[0], result_shape(x.shape, row, False)),
+        joined(found[own:], column, forms[1], result_shape(x.shape, column, True)),
     )
 
 
@@ -186,8 +186,7 @@ def _(
     implementation: str,
 ) -> list[Tensor]:
     parsed = parse_spec(spec)
-    cols = -(-shape[0] // parsed.multiple) * parsed.multiple if parsed.hadamard else shape[0]
-    return fake_parts(source[0], parsed, form, shape[1], cols)
+    return fake_parts(source[0], parsed, form, *result_shape(shape, parsed, True))
 
 
 def requantize_columns(
@@ -202,5 +201,4 @@ def requantize_columns(
         tensors, spec_text(source.spec), [rows, cols], spec_text(spec), amax, form,
         choice_text(implementation),
     )  # fmt: skip
-    padded = -(-rows // spec.multiple) * spec.multiple if spec.hadamard else rows
-    return joined(found, spec, form, (cols, padded))
+    return joined(found, spec, form, result_shape(source.shape, spec, True))

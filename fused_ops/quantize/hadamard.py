@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random Hadamard transform along the last axis, in groups of 16 to 128.
 
+Source: "Pretraining LLMs with NVFP4", arXiv 2509.25149, section 4.2, and TransformerEngine.
+
 R = diag(signs) H / sqrt(size), H of Sylvester's construction. Each group of `size` consecutive
 elements v becomes v R in fp32, and is rounded to bf16, as the unfused path of TransformerEngine
 does. Since R R^T = 1, two operands that share their signs multiply to the same product.

@@ -3,7 +3,8 @@
 
 Source: Quartet II, arXiv 2601.22813; in the variant with sums over the 16 elements of a block.
 For scaled values t with codes q a block's E4M3 scale s becomes SR(s * sum(t t) / sum(t q)), SR
-being stochastic rounding to E4M3 with one 20-bit dither a block: the only random step.
+being stochastic rounding to E4M3 with one 20-bit dither a block: the only random step. Both sums
+are chains of fused multiply-adds in fp32, in the order of the elements.
 """
 
 import torch

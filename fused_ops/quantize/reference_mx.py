@@ -23,7 +23,9 @@ def inverse_e8m0(codes: Tensor) -> Tensor:
 
 
 def quantize_mx(x: Tensor, spec: OperandSpec, dither: Dither | None) -> tuple[Tensor, Tensor]:
-    """fp32 [rows, cols] -> codes (4-bit ones unpacked), E8M0 bytes.
+    """fp32 [rows, cols], cols a multiple of 32, overwritten -> codes [rows, cols], E8M0 bytes.
+
+    4-bit codes come one a byte; scales are [rows, cols / 32], or [row tiles, cols / 32].
 
     scale = up(a * RN(1 / largest element)), code = element(x / scale).
     """

@@ -2,13 +2,19 @@
 """NVFP4 with E4M3 block scales: the definition, one fp32 rounding per written operation.
 
 Sources: "Pretraining LLMs with NVFP4", arXiv 2509.25149, appendix B; the order of operations is
-TransformerEngine's with fast math off. Four-over-six: arXiv 2512.02010 and TransformerEngine.
-MS-EDEN: arXiv 2601.22813, in the variant with sums over 16 elements and amax mapped to 6.
+TransformerEngine's with fast math off, which takes 1/6 into the factor of the tensor, where the
+paper divides a by 6. Four-over-six: arXiv 2512.02010 and TransformerEngine. MS-EDEN: arXiv
+2601.22813, in the variant with sums over 16 elements and amax mapped to 6.
 
     S_enc = min(numerator / A, FLT_MAX), 1 if A is 0 or S_enc is 0      A: amax of the tensor
     s     = E4M3(min(a * (S_enc * RN(1/6)), FLT_MAX))                   a: amax of the block
     e     = min(1 / (s * (1 / S_enc)), FLT_MAX)
     code  = E2M1(x * e)                             decodes to code * s * A / numerator
+
+The other two multiply in another order, as the code that they come from does:
+
+    MS-EDEN         s = E4M3(min((a * RN(1/6)) * S_enc, FLT_MAX)), corrected once codes are known
+    four-over-six   s = E4M3((a / 6) * S_enc) or E4M3((a / 6) * S_enc * 1.5), the better of the two
 
 There is no lower bound on s: a block far below the tensor's amax gets s = 0, saturated codes, and
 decodes to zero.
@@ -43,7 +49,12 @@ def encode_scale(amax: Tensor, numerator: float) -> Tensor:
 def quantize_nvfp4(
     x: Tensor, spec: OperandSpec, amax: Tensor | None, dither: Dither | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 [rows, cols] -> unpacked codes [rows, cols], E4M3 bytes, amax."""
+    """fp32 [rows, cols], cols a multiple of 16, overwritten -> codes, block scales, amax.
+
+    Returns:
+        codes uint8 0..15 [rows, cols], one a byte; scales E4M3 bytes [rows, cols / 16], or
+        [row tiles, cols / 16]; the amax that was used, fp32 scalar, or [rows] if row-scaled.
+    """
     assert spec.block is not None
     amaxes = block_amax(x, spec.block)
     if amax is None:
@@ -66,7 +77,7 @@ def quantize_nvfp4(
 
 
 def block_encode_scale(scales: Tensor, s_enc: Tensor) -> Tensor:
-    """e = min(1 / (s * (1 / S_enc)), FLT_MAX) of E4M3 bytes."""
+    """e = min(1 / (s * (1 / S_enc)), FLT_MAX) of E4M3 bytes, fp32 in their shape."""
     return capped_reciprocal(decode_fp8(scales) * true_divide(1.0, s_enc))
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4 with power-of-two block scales: ordinary NVFP4 bytes, and exact in E4M3.
 
-The scale of a block is the smallest power of two that brings its amax to at most 6. With it no
-value saturates, so stochastic rounding is unbiased, and code * scale has one mantissa bit, which
-FP8 tensor cores multiply exactly. The tensor scale is a power of two 2**shift that puts the block
-scales into E4M3's 2**-6 .. 2**8; while none is clamped, no decoded value depends on the shift, nor
-on any other block.
+The scale of a block is the smallest power of two that brings its amax to at most 6: this project's
+rule, near arXiv 2603.02731. With it no value saturates, so stochastic rounding is unbiased, and
+code * scale has one mantissa bit, which FP8 tensor cores multiply exactly. The tensor scale is a
+power of two 2**shift that puts the block scales into E4M3's 2**-6 .. 2**8; while none is clamped,
+no decoded value depends on the shift, nor on any other block.
 """
 
 import torch
@@ -71,7 +71,12 @@ OWN_AMAX = 6.0 * 2.0**LARGEST
 def quantize_pow2(
     x: Tensor, spec: OperandSpec, amax: Tensor | None, dither: Dither | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """fp32 [rows, cols] -> unpacked codes, E4M3 bytes, 2688 * 2**shift, blocks out of range.
+    """fp32 [rows, cols], cols a multiple of 16, overwritten -> codes, block scales, amax, counts.
+
+    Returns:
+        codes uint8 0..15 [rows, cols], one a byte; scales E4M3 bytes [rows, cols / 16], or
+        [row tiles, cols / 16]; 2688 * 2**shift, fp32 scalar; blocks above and below the range,
+        int32 [2].
 
     Blocks above the range saturate, those below are rounded on the grid of the smallest scale.
     Only the power of two of `amax` matters: it may be stale, with a margin. A block that is not

@@ -104,11 +104,13 @@ def on_fp8_cores(a: Operand, b: Operand, decode: str) -> bool:
 
 
 def decoded_form(a: OperandSpec, b: OperandSpec, rows: tuple[int, int], decode: str) -> str:
-    """The form in which quantizers may hand over the operands of a product: see `quantize`.
+    """The form in which quantizers may hand over the operands of a product.
 
     Args:
         a, b: what the operands are.
-        rows: of both.
+        rows: of both, M and N.
+    Returns:
+        "codes", or one of DECODED_FORMS for both: see `fused_ops.quantize.quantize_decoded`.
     """
     if any(not spec.decoded_forms or spec.row_scaled for spec in (a, b)):
         return "codes"

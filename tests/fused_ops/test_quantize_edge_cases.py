@@ -8,9 +8,8 @@ import torch
 
 from fused_ops.cases import SHAPE_IDS, SHAPES, make_input
 from fused_ops.codecs import unpack_nibbles
-from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import nonfinite_flag, operand_amax, quantize
+from fused_ops.quantize import operand_amax, plain_amax, quantize
 from fused_ops.testing import assert_bitwise_equal
 
 NVFP4 = OperandSpec(format="nvfp4")
@@ -114,8 +113,11 @@ def test_nonfinite_values_never_decode_to_a_number(spec, bad):
         assert torch.isfinite(decoded).all()
     else:
         assert not torch.isfinite(decoded[3, :16]).all()
-    assert nonfinite_flag(x)
-    assert not nonfinite_flag(torch.randn(32, 128))
+    flag = torch.tensor(False)
+    plain_amax(torch.randn(32, 128), flag)
+    assert not flag
+    plain_amax(x, flag)
+    assert flag
 
 
 def test_pow2_keeps_a_bad_block_to_itself():
@@ -184,10 +186,9 @@ def test_empty_operands(spec):
     assert int(operand_amax(x, spec).sum()) == 0
 
 
-def test_amax_of_groups_and_rows():
+def test_amax_of_rows():
     x = torch.arange(1.0, 33.0).view(8, 4)
-    offsets = torch.tensor([0, 3, 3, 8])
-    assert operand_amax(x, NVFP4, group_offsets=offsets).tolist() == [12.0, 0.0, 32.0]
+    assert operand_amax(x, NVFP4).tolist() == 32.0
     assert operand_amax(x, OperandSpec(format="nvfp4", row_scaled=True)).tolist() == [
         4.0 * row for row in range(1, 9)
     ]
@@ -270,9 +271,3 @@ def test_wrong_conversions_are_refused():
         q.transposed()
     with pytest.raises(ValueError, match="decode exact"):
         quantize(torch.randn(4, 32), OperandSpec(format="mxfp4")).fp8_operand()
-    with pytest.raises(ConfigError, match="omit group_offsets"):
-        operand_amax(
-            torch.zeros(4, 4),
-            OperandSpec(format="nvfp4", row_scaled=True),
-            group_offsets=torch.tensor([0, 4]),
-        )
