@@ -27,7 +27,7 @@ from fused_ops.scaled_matmul.grouped import Alpha, inner_matmul, rows_matmul
 from fused_ops.scaled_matmul.reference import fp32_reciprocal
 from fused_ops.triton_support import device_reason
 from fused_ops.weight_codes import WeightCodes
-from fused_ops.weight_operands import decodes_once, shares_codes, variant
+from fused_ops.weight_operands import decoded_bound, decodes_once, shares_codes, variant
 
 ENABLED = True
 """Whether experts are taken together where they can be: False, to compare."""
@@ -219,8 +219,7 @@ def _weight_codes(call: LinearCall, weight: Tensor, column: bool) -> StackCodes:
         made = _build(call, weight, row, column and not requantized)
         codes.row, codes.column = made[0] or codes.row, made[1] or codes.column
     if column and requantized:
-        # A bound of the decoded values; see operands.py.
-        bound = codes.row.factor * (0.5 if forward.is_pow2 else 1.125)
+        bound = decoded_bound(forward, codes.row.factor)
         codes.column = triton_grouped.requantize(
             codes.row, _weight_groups(weight), Request(own, form, bound)
         )

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer: one autograd function, three GEMMs, each operand as its recipe says.
 
-    fprop   Y  = X  . W^T + b      [tokens, out]
-    dgrad   dX = dY . W            [tokens, in]
-    wgrad   dW = dY^T . X          [out, in]
+    fprop   Y  = X  . W^T + b    [tokens, out]    blocks of X and W lie along in
+    dgrad   dX = dY . W          [tokens, in]     blocks of dY and W lie along out
+    wgrad   dW = dY^T . X        [out, in]        blocks of dY and X lie along tokens
 
-X and dY are quantized twice, along their two axes, from the high-precision tensor and never from
-codes. What is saved for backward is X as the operand of wgrad: codes, not BF16. Nothing waits for
-the device unless `check_finite` asks for it. torch.compile leaves the function out of its graphs.
+Blocks lie along the axis that a GEMM contracts, so each of the three tensors is needed along two
+axes, and codes along one are not those along the other. X and dY are quantized twice from the
+high-precision tensor; W, and X where its recipe says `source: forward`, may be quantized again from
+the codes that the forward multiplied. What is saved for backward is X as the operand of wgrad:
+codes, not BF16. Nothing waits for the device unless `check_finite` asks for it. torch.compile
+leaves the function out of its graphs.
 
-Where ranks hold parts of the tokens of X or dY, these are gathered first; or each quantizes its own
-part as a piece of the whole (`Part`), and the codes are gathered. The values are the same.
+What one operand goes through is in `operands`, the weight's codes are in `weight_operands`, the
+products in `scaled_matmul`. Where ranks hold parts of the tokens of X or dY, these are gathered
+first; or each quantizes its own part as a piece of the whole (`Part`), and the codes are gathered.
+The values are the same.
 """
 
 from collections.abc import Callable
@@ -109,7 +114,8 @@ class _Linear(torch.autograd.Function):
         flat = full.reshape(-1, full.shape[-1])
         source, kept = Source(flat, call.nonfinite), None
         form = operand_form(call, "fprop", flat, (flat.shape[0], weight.shape[0]))
-        form = "codes" if part else _kept(form, call, ctx.save_input)
+        if part or (ctx.save_input and spec.source == "forward"):
+            form = "codes"  # they move, or wgrad's operand is made of them
         if both:
             qx, kept = quantize_both(own, ("fprop.x", "wgrad.x"), source, (form, "codes"))
         else:
@@ -149,7 +155,7 @@ class _Linear(torch.autograd.Function):
         dy = dy if part else call.comm.gather_output_grad(dy)
         dy = dy.reshape(-1, dy.shape[-1])
         gathered_input = None
-        operands = dict(zip(names, _gradients(call, dy, names, weight.shape[1], part)))
+        operands = dict(zip(names, _dy_operands(call, dy, names, weight.shape[1], part)))
         if ctx.save_input and ctx.part:  # while dgrad computes, and after dY's amaxes
             gathered_input = _gather(ctx.part, "wgrad.x", unpack(tensors, ctx.rest))
         if ctx.needs_input_grad[0]:
@@ -161,7 +167,7 @@ class _Linear(torch.autograd.Function):
                 full = call.comm.gather_input(tensors[0]).reshape(-1, ctx.shape[-1])
                 x_t = wgrad_input(call, full, full)
             main_grad = sum_of(ctx.weight) if call.main_grad else None
-            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, columns=operands["wgrad.dy"]())
+            dw = wgrad(call, dy, x_t, main_grad, weight.dtype, dy_t=operands["wgrad.dy"]())
             if call.main_grad:
                 dw = dummy_gradient(ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -196,17 +202,16 @@ def _gather(part: Part, name: str, operand: Operand) -> Callable[[], Operand]:
     return part.gather(name, operand)
 
 
-def _kept(form: str, call: LinearCall, save_input: bool) -> str:
-    """Codes, where the forward's operand of X is what wgrad's is made from."""
-    return "codes" if save_input and call.spec("wgrad.x").source == "forward" else form
-
-
 def wgrad_input(
     call: LinearCall, x: Tensor, forward: Operand, amax: Tensor | None = None
 ) -> Operand:
-    """X^T as the operand of wgrad, from x [tokens, in] or from its dequantized forward operand.
+    """X^T [in, tokens] as the operand of wgrad; the forward's own if that is to be decoded later.
 
-    High precision from the forward operand stays in the forward's codes until wgrad reads it.
+    Args:
+        x: [tokens, in].
+        forward: X [tokens, in] as the forward multiplied it, which the operand is made of if its
+            source is "forward". In high precision it stays in these codes until wgrad reads it.
+        amax: see `quantize_operand`.
     """
     spec, source = call.spec("wgrad.x"), x
     if spec.source == "forward" and not isinstance(forward, Tensor):
@@ -222,14 +227,21 @@ def wgrad_input(
 def dgrad(
     call: LinearCall, dy: Tensor, weight: Tensor, expert: int = 0, amax: Tensor | None = None
 ) -> Tensor:
-    """dX = dY . W in dy's dtype, from dy [tokens, out] and weight [out, in]."""
+    """dX = dY . W [tokens, in] in dy's dtype.
+
+    Args:
+        dy: [tokens, out].
+        weight: [out, in].
+        expert: which of a stack the weight is.
+        amax: of dY, see `quantize_operand`.
+    """
     return _dgrad(call, dy, quantize_operand(call, "dgrad.dy", dy, amax=amax), weight, expert)
 
 
-def _gradients(
+def _dy_operands(
     call: LinearCall, dy: Tensor, names: tuple[str, ...], inputs: int, part: Part | None
 ) -> list[Callable[[], Operand]]:
-    """dY as operands of dgrad and wgrad: those in `names`, in their order.
+    """dY as operands of dgrad and wgrad: those in `names`, in their order; call one for it.
 
     Args:
         dy: [tokens, out], or this rank's part of the tokens.
@@ -274,29 +286,29 @@ def _dgrad(call: LinearCall, dy: Tensor, qdy: Operand, weight: Tensor, expert: i
 def wgrad(
     call: LinearCall,
     dy: Tensor,
-    x: Operand,
+    x_t: Operand,
     main_grad: Tensor | Zeros | None,
     dtype: torch.dtype,
     amax: Tensor | None = None,
-    columns: Operand | None = None,
+    dy_t: Operand | None = None,
 ) -> Tensor:
-    """dW = dY^T . X, added to main_grad (fp32 [out, in]) if that is given, else new in `dtype`.
+    """dW = dY^T . X [out, in], added to main_grad (fp32) if that is given, else new in `dtype`.
 
     Args:
         dy: [tokens, out].
-        x: X^T [in, tokens], an operand.
-        columns: dY^T as an operand, if it has been made already.
+        x_t: what `wgrad_input` gave: X^T [in, tokens], or X in the forward's codes.
+        amax: of dY^T, see `quantize_operand`.
+        dy_t: dY^T [out, tokens] as an operand, if it has been made already.
     """
-    if not (isinstance(x, Tensor) or is_quantized(call.spec("wgrad.x"))):
-        assert isinstance(x, QuantizedTensor), "the forward operand is kept in codes"
-        x = dequantize(x, dy.dtype).t()
-        observe(call, "wgrad.x", x.t(), x)
-    qdy = columns
-    if qdy is None:
-        qdy = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
-    observe(call, "wgrad.dy", dy, qdy)
+    if not (isinstance(x_t, Tensor) or is_quantized(call.spec("wgrad.x"))):
+        assert isinstance(x_t, QuantizedTensor), "the forward operand is kept in codes"
+        x_t = dequantize(x_t, dy.dtype).t()
+        observe(call, "wgrad.x", x_t.t(), x_t)
+    if dy_t is None:
+        dy_t = quantize_operand(call, "wgrad.dy", dy, columns=True, amax=amax)
+    observe(call, "wgrad.dy", dy, dy_t)
     return scaled_matmul(
-        qdy, x, out_dtype=dtype, accumulate=main_grad, decode=call.recipe.decode,
+        dy_t, x_t, out_dtype=dtype, accumulate=main_grad, decode=call.recipe.decode,
         implementation=call.implementation,
     )  # fmt: skip
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a linear layer does with one operand: check, rotate, amax, quantize, save, observe."""
+"""What a linear layer does with one operand: check, rotate, amax, quantize, save, observe.
+
+`quantize_operand` is the way of one; `quantize_both` that of X or dY, which two GEMMs need along
+different axes. What both leave to `fused_ops.quantize` is the arithmetic alone: the amax that ranks
+share, the key of the dither, the signs and the place in the global tensor are found here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -8,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.codecs import roundup
 from fused_ops.formats import DecodedTensor, Operand, OperandSpec, QuantizedTensor
 from fused_ops.keys import signs
 from fused_ops.linear_call import LinearCall, Run, Runs
@@ -108,11 +114,19 @@ def quantize_operand(
     amax: Tensor | None = None,
     form: str = "codes",
 ) -> Operand:
-    """x [rows, cols] as the operand `name`: of x, or of its transpose if `columns`.
+    """The matrix x as the operand `name`: of x, or of its transpose if `columns`.
 
     Args:
+        x: [rows, cols] fp32, bf16 or fp16: X [tokens, in], W [out, in] or dY [tokens, out].
+        columns: True for the operands in `keys.TRANSPOSED`.
         amax: the reduced amax, if the caller has it already (experts reduce all of theirs at once).
-        form: see `fused_ops.quantize.quantize`.
+        form: "codes", or what to decode them to: see `fused_ops.quantize.quantize_decoded`.
+
+    Returns:
+        [rows, cols], or [cols, rows] if `columns`; x itself, or a view, if it is not quantized.
+
+    Raises:
+        FloatingPointError: see `check_finite`.
     """
     source, spec = as_source(call, x), call.spec(name)
     x = source.tensor
@@ -151,6 +165,14 @@ def quantize_both(
     """One matrix as two operands: the first along its rows, the second the transpose.
 
     In one read of it where there is a kernel for that; the same values either way.
+
+    Args:
+        names: ("fprop.x", "wgrad.x") of X, or ("dgrad.dy", "wgrad.dy") of dY.
+        source: of the matrix [rows, cols].
+        forms: as in `quantize_operand`, of both.
+
+    Returns:
+        Operands [rows, cols] and [cols, rows].
     """
     row, column = call.spec(names[0]), call.spec(names[1])
     x = source.tensor
@@ -198,6 +220,11 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
     """The form of the operands of a GEMM that are multiplied and not kept.
 
     Codes where an observer is set, or where there are no tensor cores.
+
+    Args:
+        gemm: "fprop", "dgrad" or "wgrad".
+        x: what is quantized, for its dtype and device.
+        rows: of both operands.
     """
     chosen = call.implementation is not None or call.row_block is not None
     if call.observer is not None or chosen or not x.is_cuda:
@@ -213,7 +240,12 @@ def operand_form(call: LinearCall, gemm: str, x: Tensor, rows: tuple[int, int]) 
 def _quantize_runs(
     x: Tensor, spec: OperandSpec, runs: Runs, options: dict[str, Any]
 ) -> QuantizedTensor:
-    """Each piece of x with its own origin, put together again."""
+    """Each piece of x with its own origin, put together again.
+
+    Args:
+        x: [rows, cols] in the tensor's own layout, which `runs` speaks of.
+        options: the other arguments of `quantize`, `columns` and `amax` among them.
+    """
     columns, amax = options["columns"], options.pop("amax")
     runs = runs.of_shape(*x.shape)
     _check_runs(x, spec, runs, columns)
@@ -278,7 +310,7 @@ def join(parts: Sequence[QuantizedTensor], axis: int) -> QuantizedTensor:
 
 def _empty(x: Tensor, spec: OperandSpec) -> Tensor:
     """No tokens, no codes: zeros of the shape that a rotated operand would be padded to."""
-    cols = x.shape[1] if not spec.hadamard else -(-x.shape[1] // spec.multiple) * spec.multiple
+    cols = roundup(x.shape[1], spec.multiple) if spec.hadamard else x.shape[1]
     return x.new_zeros(x.shape[0], cols)
 
 
@@ -317,7 +349,7 @@ def check_finite(call: LinearCall, name: str, source: Source) -> None:
 
 
 def observe(call: LinearCall, name: str, tensor: Tensor, operand: Operand) -> None:
-    """Shows an operand to the observer, if there is one."""
+    """Shows an operand to the observer, if there is one; `tensor` is not transposed."""
     if call.observer is not None:
         gemm, which = name.split(".")
         call.observer.observe(gemm, which, tensor, operand, call)

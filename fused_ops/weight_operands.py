@@ -16,9 +16,14 @@ from fused_ops.weight_codes import WeightCodes
 
 
 def weight_operand(call: LinearCall, name: str, weight: Tensor, expert: int = 0) -> Operand:
-    """The weight [out, in] as the operand "fprop.w", or transposed as "dgrad.w".
+    """The weight as the operand "fprop.w" [out, in], or transposed as "dgrad.w" [in, out].
 
     The codes are kept in `call.weight_codes` while the weight does not change.
+
+    Args:
+        name: "fprop.w" or "dgrad.w".
+        weight: [out, in].
+        expert: which of a stack it is, for the name under which its codes are kept.
     """
     spec = call.spec(name)
     if is_quantized(spec):
@@ -122,6 +127,8 @@ def give_weight_codes(
 def _build(
     call: LinearCall, name: str, weight: Tensor, expert: int, form: str
 ) -> QuantizedTensor | DecodedTensor:
+    """The codes `name` of a weight: of the forward's codes where the recipe says so, or where the
+    transpose of these is the same; else of the weight."""
     forward, own = call.spec("fprop.w"), call.spec(name)
     source, columns = weight, name == "dgrad.w"
     if columns and own == forward and is_symmetric(own):
@@ -135,19 +142,23 @@ def _build(
     if own.source == "forward":
         codes = _forward_codes(call, weight, expert)
         if own.is_pow2 and codes.spec.format == "nvfp4" and not codes.spec.row_scaled:
-            # A bound of the decoded values, from what all ranks share already: E4M3 rounds a scale
-            # up by a sixteenth at most; of pow2 scales `amax` is 2688 times the largest unit, and
-            # decoded values reach 1536 times it.
-            bound = codes.amax * (0.5 if codes.spec.is_pow2 else 1.125)
-            chosen = call.implementation
-            made: QuantizedTensor | DecodedTensor = requantize_columns(
-                codes, own, bound, form=form, implementation=chosen
+            bound = decoded_bound(forward, codes.amax)
+            return requantize_columns(
+                codes, own, bound, form=form, implementation=call.implementation
             )
-            return made
         source = dequantize(codes)
     operand = quantize_operand(call, name, source, columns=columns)
     assert isinstance(operand, QuantizedTensor), f"{name}: an empty weight {tuple(weight.shape)}"
     return operand
+
+
+def decoded_bound(spec: OperandSpec, amax: Tensor) -> Tensor:
+    """No decoded value of NVFP4 codes is larger; fp32, from the amax that all ranks share already.
+
+    E4M3 rounds a scale up by a sixteenth at most. Of pow2 scales `amax` is 2688 times the largest
+    unit, and decoded values reach 1536 times it.
+    """
+    return amax * (0.5 if spec.is_pow2 else 1.125)
 
 
 def is_symmetric(spec: OperandSpec) -> bool:

@@ -214,7 +214,7 @@ def requantize_columns(
     *,
     form: str = "codes",
     implementation: Choice = None,
-) -> Any:
+) -> QuantizedTensor | DecodedTensor:
     """quantize(source.dequantize(), spec, columns=True, amax=amax): dgrad's weight from fprop's.
 
     Args:
@@ -228,7 +228,10 @@ def requantize_columns(
         return custom.requantize_columns(
             source, spec, amax, form=form, implementation=implementation
         )
-    return REQUANTIZE(source, spec, amax, form=form, implementation=implementation)
+    made: QuantizedTensor | DecodedTensor = REQUANTIZE(
+        source, spec, amax, form=form, implementation=implementation
+    )
+    return made
 
 
 def dequantize(
