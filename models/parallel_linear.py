@@ -3,7 +3,7 @@
 
 Weights, initialization and sharded state dicts are megatron-core's. Only the GEMMs and what goes
 around them are ours: `_forward_impl` is the one method that both classes call for them. A layer
-receives its recipe (`models.precision` sets it); without one it computes in its own dtype.
+receives its recipe (`PrecisionPlan.bind` gives it); without one it computes in its own dtype.
 torch.compile leaves the GEMMs and what says how they compute out of its graphs.
 """
 
@@ -18,7 +18,7 @@ from fused_ops.dispatch import outside_graph
 from fused_ops.keys import StreamKey, stable_id
 from fused_ops.linear import Comm, LinearCall, Observer, linear
 from fused_ops.quantize import DelayedScaling
-from fused_ops.recipe import GemmRecipe
+from fused_ops.recipe import RECIPES, GemmRecipe
 from fused_ops.weight_codes import WeightCodes
 from models import micro_batch
 from models.adopt import adopt
@@ -26,7 +26,8 @@ from models.comm import TensorParallelComm, is_distributed, token_count
 from models.precision_state import PrecisionState
 from models.te_linear import TransformerEngineGemm
 
-HIGH_PRECISION = GemmRecipe(name="bf16")
+PLAIN = RECIPES["bf16"]
+"""Nothing is quantized: products in the tensors' own dtype."""
 
 
 class ModuleObserver(Observer, Protocol):
@@ -40,14 +41,15 @@ class ModuleObserver(Observer, Protocol):
 class GemmModule:
     """What every module with GEMMs carries; mixed into the linear layers.
 
-    `models.precision` sets `recipe`, `gemm_name` and `precision_state` on every instance it finds.
+    `PrecisionPlan.bind` sets `gemm_name` (global, as in the precision table), `precision_state`,
+    `recipe`, and what the precision section says of all: `amax_scope`, `communicate`, `backend`.
     """
 
     training: bool
 
     def init_gemm(self) -> None:
         """Start with the layer's own dtype and no name."""
-        self.recipe: GemmRecipe = HIGH_PRECISION
+        self.recipe: GemmRecipe = PLAIN
         self.gemm_name = ""
         self.precision_state: PrecisionState | None = None
         self.weight_codes = WeightCodes()
@@ -62,7 +64,7 @@ class GemmModule:
         self._other: TransformerEngineGemm | None = None
 
     def other_backend(self, weight: Any) -> TransformerEngineGemm | None:
-        """Who computes these GEMMs instead of fused_ops; None: nobody."""
+        """Who computes these GEMMs with `weight` instead of fused_ops; None: nobody."""
         if self.backend == "fused_ops":
             return None
         if self._other is None:
@@ -70,7 +72,13 @@ class GemmModule:
         return self._other
 
     def gemm_call(self, weight: Tensor, comm: Comm, first_expert: int = 0) -> LinearCall:
-        """How the GEMMs of this forward pass, and of its backward pass, compute."""
+        """How the GEMMs of this forward pass, and of its backward pass, compute.
+
+        Args:
+            weight: of these GEMMs; its gradient goes to its `main_grad` if that is fp32.
+            comm: how operands are cut over ranks.
+            first_expert: global number of the first expert in a stack.
+        """
         if self.is_first_microbatch:
             self.weight_codes.drop()
             self.is_first_microbatch = False
@@ -103,7 +111,7 @@ class GemmModule:
 
 
 class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
-    """y = x W^T with W cut along its rows."""
+    """y = x W^T with W [out / ranks, in] cut along its rows."""
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
@@ -189,19 +197,19 @@ class OutputLayer(layers.ColumnParallelLinear):
     ) -> Tensor:
         comm = TensorParallelComm(
             kind="column",
-            recipe=HIGH_PRECISION,
+            recipe=PLAIN,
             tp_group=self.tp_group,
             gather_tokens=sequence_parallel,
             all_reduce_input_grad=allreduce_dgrad,
             weight_shape=(weight.shape[0], weight.shape[1]),
             tokens=token_count(input, self.tp_group.size() if sequence_parallel else 1),
         )
-        call = LinearCall(recipe=HIGH_PRECISION, comm=comm, main_grad=True, name="output_layer")
+        call = LinearCall(recipe=PLAIN, comm=comm, main_grad=True, name="output_layer")
         return linear(input, weight, bias, call=call)
 
 
 class RowParallelLinear(GemmModule, layers.RowParallelLinear):
-    """y = sum over ranks of x W^T with W cut along its columns; the sum is megatron-core's.
+    """y = sum over ranks of x W^T, W [out, in / ranks] cut along columns; megatron-core sums.
 
     Where the gradient's codes are to move, the reduce-scatter is inside the layer instead: the same
     collective, and its backward is ours.

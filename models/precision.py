@@ -3,7 +3,8 @@
 
 Layers never ask what they are: `apply_precision` walks the built model once, names every linear
 layer globally (megatron-core's own names are local to a pipeline stage) and hands it its recipe
-from a `PrecisionPlan`. `PrecisionState` is what changes from call to call.
+from a `PrecisionPlan`. `PrecisionState` is what changes from call to call. What a layer does with a
+recipe is in `models.parallel_linear`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +28,9 @@ __all__ = [
     "apply_precision",
     "model_shape",
     "named_gemms",
+    "named_parts",
     "plan_precision",
-    "plan_table",
+    "unwrap",
 ]
 
 
@@ -48,6 +50,7 @@ def model_shape(
     Raises:
         ConfigError: megatron-core would not build the model.
     """
+    # Pipeline cuts of the section are left out: one process has all layers.
     pattern = staged_pattern(parse_pattern(model.pattern.replace("|", "")))
     whole = replace(model, pattern=pattern, preset=None)
     return ModelShape(
@@ -72,18 +75,6 @@ def plan_precision(
     return PrecisionPlan(config, shape, total_samples)
 
 
-def plan_table(
-    model: ModelConfig,
-    config: PrecisionConfig,
-    *,
-    vocab_size: int | None = None,
-    params_dtype: torch.dtype = torch.bfloat16,
-) -> list[dict[str, Any]]:
-    """The table of a model that is not built: the rows of `PrecisionPlan.table`."""
-    plan = plan_precision(model, config, vocab_size=vocab_size, params_dtype=params_dtype)
-    return plan.table()
-
-
 def apply_precision(
     chunks: Sequence[torch.nn.Module],
     config: PrecisionConfig,
@@ -101,7 +92,7 @@ def apply_precision(
 
     Raises:
         ConfigError: the section contradicts itself or the model.
-        AssertionError: the built model and the table differ.
+        AssertionError: the built model and the table of its linear layers (`models.gemms`) differ.
     """
     models = [unwrap(chunk) for chunk in chunks]
     first = models[0]

@@ -9,6 +9,7 @@ from typing import Any
 from fused_ops.errors import ConfigError
 from fused_ops.recipe import RECIPES, GemmRecipe
 from models import delayed
+from models.precision_config import PrecisionStep
 from models.precision_stages import PrecisionStages
 from models.precision_state import PrecisionState
 from models.precision_table import flops_share, plan_notes, render, table_rows
@@ -17,7 +18,9 @@ from models.precision_table import flops_share, plan_notes, render, table_rows
 class PrecisionPlan(PrecisionStages):
     """What `PrecisionStages` says, for the linear layers that are bound to it; none at first.
 
-    Arguments and errors are those of `PrecisionStages`.
+    Unbound it answers questions about a model that is not built (`plan_precision`); bound it is the
+    precision of one that is (`apply_precision`). Arguments and errors are those of
+    `PrecisionStages`.
     """
 
     _bound: tuple[tuple[str, Any], ...] = ()
@@ -46,14 +49,23 @@ class PrecisionPlan(PrecisionStages):
         ]
 
     def set_phase(self, phase: str) -> None:
-        """Give every module the recipe that it has in pretraining, sampler or rl_trainer."""
+        """Give every module the recipe that it has in pretraining, sampler or rl_trainer.
+
+        Raises:
+            ConfigError: no such phase.
+        """
         if phase not in self._phases:
             raise ConfigError(f"a phase is one of {', '.join(self._phases)}; got {phase!r}")
         self.phase = phase
         self._hand_out()
 
     def bind(self, modules: Iterable[tuple[str, Any]], state: PrecisionState) -> None:
-        """Give the linear layers of this process their names, recipes and the shared state."""
+        """Give the linear layers of this process their names, recipes and the shared state.
+
+        Args:
+            modules: (global name, layer); a layer is a `models.parallel_linear.GemmModule`.
+            state: the process's own, which says later what changes from call to call.
+        """
         for name, module in modules:
             module.gemm_name = name
             module.precision_state = state
@@ -70,7 +82,7 @@ class PrecisionPlan(PrecisionStages):
         return any(module.observer is not None for _, module in self._bound)
 
     def end_step(self, groups: Any) -> None:
-        """After the backward passes of a step: delayed scales move on, shared over `groups`."""
+        """After the backward passes of a step: delayed scales move on; see `delayed.end_step`."""
         delayed.end_step(self._bound, groups)
 
     def scales_kept(self, *, begin: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -93,17 +105,20 @@ class PrecisionPlan(PrecisionStages):
             self._hand_out()
 
     def _hand_out(self, recipes: Mapping[str, GemmRecipe] | None = None) -> None:
+        """Give bound layers these recipes, by name, or those of now; codes of others are freed."""
         recipes = self.recipes() if recipes is None else recipes
         for name, module in self._bound:
             if module.recipe != recipes[name]:
                 module.recipe = recipes[name]
-                if getattr(module, "weight_codes", None) is not None:
-                    module.weight_codes.drop()
+                module.weight_codes.drop()
         if self._state is not None:
             self._state.phase = self.phase
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule in samples and delayed scales, for checkpoints; a collective if bound."""
+        """The schedule in samples, and delayed scales, for checkpoints.
+
+        A collective over all processes if layers are bound; the same on all of them.
+        """
         steps = [
             {"from_samples": boundary, **_step_key(step)}
             for boundary, step in zip(self.boundaries or [], self.config.schedule)
@@ -170,6 +185,7 @@ class PrecisionPlan(PrecisionStages):
         return render(self)
 
 
-def _step_key(step: Any) -> dict[str, Any]:
+def _step_key(step: PrecisionStep) -> dict[str, Any]:
+    """What tells a step of the schedule from others in a checkpoint, as plain data."""
     key = asdict(step)
     return {**key, "gemms": list(key["gemms"]), "layers": str(key["layers"])}

@@ -119,8 +119,8 @@ def _quantizers() -> Iterator[Case]:
         yield "decode to e4m3", partial(triton_backend.decode, packed, e4m3=True, shift=3)
     again = OperandSpec(format="nvfp4", scale="pow2", choice="better_of_two")
     for form in ("codes", "fp8"):
-        run = partial(requantize_columns, packed, again, packed.amax, form=form)
-        yield f"requantize columns, {form}", run
+        requantize = partial(requantize_columns, packed, again, packed.amax, form=form)
+        yield f"requantize columns, {form}", requantize
 
 
 def _pairs() -> Iterator[Case]:

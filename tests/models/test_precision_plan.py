@@ -12,7 +12,7 @@ from fused_ops.errors import ConfigError
 from fused_ops.recipe import RECIPES
 from fused_ops.weight_codes import WeightCodes
 from models.config import ModelConfig
-from models.precision import PrecisionPlan, PrecisionState, model_shape, plan_table
+from models.precision import PrecisionPlan, PrecisionState, model_shape, plan_precision
 from models.precision_config import PrecisionConfig
 from tests.models import toy
 
@@ -242,7 +242,7 @@ def test_a_vocabulary_that_only_the_data_knows_is_noted():
 
 def test_a_pattern_cut_into_stages_has_the_same_table():
     config = precision(recipe="nvfp4", rules=[{"layers": "last 15%", "recipe": "bf16"}])
-    whole = plan_table(toy.section("*-M-*E/*-"), config)
-    assert plan_table(toy.section("*-M|-*E/*-"), config) == whole
-    assert plan_table(toy.section("*|-M|-*|E/*-"), config) == whole
-    assert plan_table(toy.section("*-M-E*/*-"), config) != whole
+    whole = plan_precision(toy.section("*-M-*E/*-"), config).table()
+    assert plan_precision(toy.section("*-M|-*E/*-"), config).table() == whole
+    assert plan_precision(toy.section("*|-M|-*|E/*-"), config).table() == whole
+    assert plan_precision(toy.section("*-M-E*/*-"), config).table() != whole
