@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fused_ops.grouped_cuda import recipe_reason
 from fused_ops.linear_call import LinearCall
 from fused_ops.recipe import GemmRecipe, is_quantized
+from fused_ops.scaled_matmul.blackwell import spec_reason as block_scaled_reason
 from fused_ops.scaled_matmul.hopper import fits_fp8_cores
 from fused_ops.weight_operands import shares_codes
 from models.flops import ModelShape, fixed_parts, peak_tflops
@@ -44,7 +45,7 @@ class Device:
     name: str
     memory: float
     products: Mapping[str, Figure]
-    """By kind of product: high, fp4_exact, fp8 (also FP4 operands that E4M3 holds)."""
+    """By `product_kind`; those of codes are of devices with block-scaled tensor cores alone."""
     experts: Mapping[str, Figure]
     """Rates of products of all experts in one launch: rows (fprop and dgrad) in BF16 and in FP8,
     weights (wgrad) in either."""
@@ -69,7 +70,9 @@ def _blackwell(name: str, memory: float) -> Device:
         products={
             "high": Figure(0.70 * peak, text, measured=False),
             "fp8": Figure(0.70 * 2 * peak, text, measured=False),
-            "fp4_exact": Figure(0.55 * 4 * peak, text, measured=False),
+            "fp4_exact": Figure(0.70 * peak, text, measured=False),
+            "nvfp4": Figure(0.55 * 4 * peak, text, measured=False),
+            "mxfp8": Figure(0.70 * 2 * peak, text, measured=False),
         },
         experts={
             "rows": Figure(0.55 * peak, text, measured=False),
@@ -116,12 +119,15 @@ with what surrounds it. A step that is one CUDA graph has none."""
 _OPTIMIZER_BYTES = 12 + 24 + 2
 
 
-def product_kind(recipe: GemmRecipe, gemm: str, decode: str) -> str:
-    """Which rate of a device a GEMM has: high, fp8, or fp4_exact (BF16 cores, values decoded)."""
-    pair = recipe.specs(gemm)
+def product_kind(recipe: GemmRecipe, gemm: str, decode: str, codes: bool = False) -> str:
+    """Which rate of a device a GEMM has: high, fp8 (also FP4 operands that E4M3 holds), fp4_exact
+    (BF16 cores, values decoded), or nvfp4 and mxfp8, on tensor cores that multiply codes."""
+    first, second = pair = recipe.specs(gemm)
     if not all(map(is_quantized, pair)):
         return "high"
     decode = "fp8" if "fp8" in (decode, recipe.decode) else decode
+    if codes and block_scaled_reason(first, second, decode) is None:
+        return first.format
     blocks = decode == "fp8" and all(spec.format == "fp8_blockwise" for spec in pair)
     narrow = all(fits_fp8_cores(spec, decode) for spec in pair)
     return "fp8" if blocks or narrow else "fp4_exact"
@@ -161,7 +167,8 @@ def token_time(
             if recipe_reason(LinearCall(recipe=decoded)) is not None:
                 one_by_one[recipe.name] = None
         for gemm in GEMMS:
-            kind = product_kind(recipe, gemm, decode)
+            codes = "nvfp4" in device.products and not is_expert(module)
+            kind = product_kind(recipe, gemm, decode, codes)
             rate = _expert_rate(device, gemm, kind) if is_expert(module) else device.products[kind]
             parts["products"] += module.flops / (rate.value * 1e12)
             # Each token's operand is read in BF16 and written in codes.

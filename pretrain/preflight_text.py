@@ -103,6 +103,14 @@ def _memory(found: Preflight) -> Iterable[str]:
         yield f"         by stage: {' '.join(f'{total:.1f}' for total in shown)} GiB"
 
 
+_PRODUCTS = {
+    "fp8": "products on FP8 cores",
+    "fp4_exact": "products of blocks on BF16 cores",
+    "nvfp4": "products of NVFP4 codes",
+    "mxfp8": "products of MXFP8 codes",
+}
+
+
 def _time(found: Preflight) -> Iterable[str]:
     assert found.device is not None
     assert found.step is not None
@@ -125,8 +133,9 @@ def _time(found: Preflight) -> Iterable[str]:
         f"{_duration(seconds)}, {seconds / 3600 * found.world:,.1f} GPU-hours"
     )
     yield "rates    " + device.products["high"].text("TFLOP/s, BF16 products")
-    for kind, name in (("fp8", "FP8 and pow2 products"), ("fp4_exact", "NVFP4 products")):
-        yield f"         {device.products[kind].text(f'TFLOP/s, {name}')}"
+    for kind, name in _PRODUCTS.items():
+        if kind in device.products:
+            yield f"         {device.products[kind].text(f'TFLOP/s, {name}')}"
     if found.shape is not None and "E" in found.shape.pattern:
         names = {"rows": "experts", "rows_fp8": "experts in FP8", "weights": "their gradients"}
         for kind, name in names.items():

@@ -421,6 +421,30 @@ def test_which_rate_a_product_has(recipe, decode, kinds):
     assert tuple(product_kind(spec, gemm, decode) for gemm in ("fprop", "dgrad", "wgrad")) == kinds
 
 
+@pytest.mark.parametrize(
+    ("recipe", "decode", "kinds"),
+    [
+        ("bf16", "exact", ("high", "high", "high")),
+        ("nvfp4", "exact", ("nvfp4", "nvfp4", "nvfp4")),
+        ("nvfp4_pow2", "fp8", ("nvfp4", "nvfp4", "nvfp4")),
+        # What is rounded to E4M3 meets on FP8 cores; powers of two lose nothing as codes.
+        ("nvfp4_fast", "fp8", ("fp8", "nvfp4", "nvfp4")),
+        ("nvfp4_fast_a8", "exact", ("fp4_exact", "nvfp4", "nvfp4")),
+        ("mxfp8", "exact", ("mxfp8", "mxfp8", "mxfp8")),
+        ("nvfp4_fwd_mxfp8_bwd", "exact", ("nvfp4", "mxfp8", "mxfp8")),
+        ("mxfp4", "exact", ("fp4_exact", "fp4_exact", "fp4_exact")),
+        ("fp8_blockwise", "exact", ("fp4_exact", "fp4_exact", "fp4_exact")),
+    ],
+)
+def test_which_rate_a_product_has_where_codes_are_multiplied(recipe, decode, kinds):
+    spec = get_recipe(recipe)
+    found = [product_kind(spec, gemm, decode, codes=True) for gemm in ("fprop", "dgrad", "wgrad")]
+    assert tuple(found) == kinds
+    assert set(found) <= DEVICES["b200"].products.keys()
+    without = {product_kind(spec, gemm, decode) for gemm in ("fprop", "dgrad", "wgrad")}
+    assert without <= DEVICES["h200"].products.keys()
+
+
 @pytest.mark.parametrize("decode", ["exact", "fp8"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_rate_is_that_of_the_cores_that_a_product_runs_on(name, decode):
