@@ -154,6 +154,7 @@ def scaled_matmul(
     assert isinstance(a, QuantizedTensor), "see supports"
     assert isinstance(b, QuantizedTensor), "see supports"
     left, right, alpha = _laid_out(a), _laid_out(b), reference.alpha(a, b)
+    assert left.codes.shape[1] == right.codes.shape[1], "one format pads one K alike"
     multiply = functools.partial(
         cublaslt.block_scaled_matmul,
         left.codes,
