@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", metavar="DIR", type=Path, help="holds study.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all runs")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use (%(default)s)")
+    parser.add_argument("--gpus", type=int, help="GPUs to use (1)")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs on each at once (%(default)s)")
     parser.add_argument("--cpu", action="store_true", help="no GPU: --per-gpu runs on the CPU")
     parser.add_argument("--runs", type=Path, help="where runs go (runs/ and the name of DIR)")
@@ -77,8 +77,9 @@ def _study(options: argparse.Namespace) -> int:
     if options.report and options.only:
         raise ConfigError("--report is of all finished runs; leave --only out")
     study.runs = select(study.runs, [text for one in options.only for text in one.split(",")])
+    problems = [*_number_problems(options), *_row_problems(options, study)]
+    options.gpus = 1 if options.gpus is None else options.gpus
     places = Places(() if options.cpu else tuple(range(options.gpus)), options.per_gpu)
-    problems = _number_problems(options)
     if (options.report or options.list) and not problems:
         _tell(study, folder, places, options)
         return 0
@@ -113,7 +114,7 @@ def _budget(study: "Study", folder: Path, places: "Places", options: argparse.Na
     """Measures rates, and prints what the rest of the study costs."""
     from pretrain.study.budget import costs, measure, render, trial_rows
 
-    rows = [name for name in options.budget_rows.split(",") if name] or trial_rows(study)
+    rows = _budget_rows(options) or trial_rows(study)
     steps, minutes = options.budget_steps, options.minutes
     rates = measure(study, rows, places, folder, steps=steps, minutes=minutes)
     print(render(costs(study, rates), places, options.hours))
@@ -163,10 +164,13 @@ def _tell(study: "Study", folder: Path, places: "Places", options: argparse.Name
 
 def _number_problems(options: argparse.Namespace) -> list[str]:
     """What no call can mean."""
-    problems = [
+    problems = []
+    if options.cpu and options.gpus is not None:
+        problems.append("--gpus cannot go with --cpu, which uses none; leave one of the two out")
+    problems += [
         f"{name} must be at least 1; got {value}"
         for name, value in (
-            ("--gpus", options.gpus),
+            ("--gpus", 1 if options.cpu or options.gpus is None else options.gpus),
             ("--per-gpu", options.per_gpu),
             ("--budget-steps", options.budget_steps),
         )
@@ -179,6 +183,23 @@ def _number_problems(options: argparse.Namespace) -> list[str]:
     ]
     if not 0 <= options.grace < math.inf:
         problems.append(f"--grace must be at least 0 seconds; got {options.grace:g}")
+    return problems
+
+
+def _budget_rows(options: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in options.budget_rows.split(",") if name.strip()]
+
+
+def _row_problems(options: argparse.Namespace, study: "Study") -> list[str]:
+    """Of --budget-rows, beside the runs that --only has left."""
+    wanted, known = _budget_rows(options), dict.fromkeys(run.row for run in study.runs)
+    problems = [
+        f"--budget-rows must name rows that the runs have: {', '.join(known)}; got {name!r}"
+        for name in wanted
+        if name not in known
+    ]
+    if wanted and not options.budget:
+        problems.append("--budget-rows says what --budget measures; add --budget, or leave it out")
     return problems
 
 

@@ -8,6 +8,7 @@ again, the same study goes on. A process whose study dies is told to stop by the
 import ctypes
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,10 @@ log = logging.getLogger(__name__)
 HUNG = 75
 """Status of a run that wants to be started again."""
 _MOST_STARTS = 3
-_LIVE = "belongs to a live run"
+_LIVE = re.compile(r"belongs to a live run (\([^)]*\)).*?(; if it is dead, .*)?$", re.MULTILINE)
+"""As `pretrain.checkpoint.lock` says it: whose run, and what to do where that cannot be known."""
+_WAIT = 5.0
+"""Seconds until a run is tried again whose folder another one holds."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,6 +69,19 @@ class _Process:
     slot: int
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
+    """Where in the log what it says begins."""
+
+    def last_lines(self, count: int = 6) -> str:
+        """Of what it said."""
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
+        return "\n".join(text.splitlines()[-count:])
+
+    @property
+    def held_by(self) -> str | None:
+        """Whose the run's folder is, where the process ended because of that."""
+        found = _LIVE.search(self.last_lines()) if self.process.returncode == 2 else None
+        return None if found is None else "".join(filter(None, found.groups()))
 
 
 class _Stop:
@@ -119,11 +136,12 @@ def run_all(
     slots, active = places.slots, list[_Process]()
     starts: dict[str, int] = {}
     not_before: dict[str, float] = {}
+    held = set[str]()
     with _Stop(minutes) as stop:
         while (waiting or active) and not stop.now:
             for one in [each for each in active if each.process.poll() is not None]:
                 active.remove(one)
-                again = _end(one, starts, outcome, tell, after)
+                again = _end(one, starts, held, outcome, tell, after)
                 if again is not None:
                     not_before[one.run.name] = time.monotonic() + again
                     waiting.insert(0, one.run)
@@ -134,7 +152,8 @@ def run_all(
                 waiting.remove(run)
                 starts[run.name] = starts.get(run.name, 0) + 1
                 active.append(_start(run, slot, slots[slot], folder))
-                tell(f"{run.name}: started on {_device(slots[slot])}")
+                if run.name not in held:
+                    tell(f"{run.name}: started on {_device(slots[slot])}")
             time.sleep(0.2)
         _stop_all(active, grace_seconds, outcome, tell, after)
     outcome.not_started = [run.name for run in waiting]
@@ -154,6 +173,7 @@ def _start(run: StudyRun, slot: int, gpu: int | None, folder: Path) -> _Process:
     words = [sys.executable, "-m", "pretrain", str(file.resolve()), "log.progress=none"]
     words.append(f"run.device={'cpu' if gpu is None else 'cuda'}")
     with path.open("ab") as out:
+        log_start = out.tell()
         process = subprocess.Popen(
             words,
             cwd=_ROOT,
@@ -164,7 +184,7 @@ def _start(run: StudyRun, slot: int, gpu: int | None, folder: Path) -> _Process:
             start_new_session=True,  # Ctrl-C reaches the study, which asks its runs to stop
             preexec_fn=_die_with_parent,
         )
-    return _Process(run, slot, process, path)
+    return _Process(run, slot, process, path, log_start)
 
 
 def _visible(gpu: int) -> str:
@@ -182,32 +202,37 @@ def _die_with_parent() -> None:
 def _end(
     one: _Process,
     starts: dict[str, int],
+    held: set[str],
     outcome: Outcome,
     tell: Callable[[str], None],
     after: Callable[[StudyRun], None],
 ) -> float | None:
-    """Notes how a process ended; seconds after which to start it again, or None."""
+    """Notes how a process ended; seconds after which to start it again, or None.
+
+    held: names of runs that have said whose their folder is.
+    """
     status, name = one.process.returncode, one.run.name
     if status == 0 and is_finished(one.run):
         outcome.finished.append(name)
         tell(f"{name}: finished")
         after(one.run)
         return None
-    said = _last_lines(one.log)
-    if status == 2 and _LIVE in said:  # of a study that was cut: it is saving
+    if holder := one.held_by:  # perhaps of a study that was cut: it is saving
         starts[name] -= 1
-        return 5.0
+        if name not in held:
+            held.add(name)
+            tell(
+                f"{name}: its folder belongs to a live run {holder}; it waits for that to end, "
+                f"and is tried again every {_WAIT:g} s: stop that run if nobody needs it"
+            )
+        return _WAIT
+    said = one.last_lines()
     if status in (0, HUNG) and starts[name] < _MOST_STARTS:
         tell(f"{name}: ended with status {status} before its end; started again")
         return 0.0
     outcome.failed[name] = said
     tell(f"{name}: failed with status {status}\n{said}")
     return None
-
-
-def _last_lines(path: Path, count: int = 6) -> str:
-    text = path.read_text(errors="replace") if path.exists() else ""
-    return "\n".join(text.splitlines()[-count:])
 
 
 def _stop_all(
@@ -231,7 +256,7 @@ def _stop_all(
         if is_finished(one.run):
             outcome.finished.append(one.run.name)
             after(one.run)
-        elif one.process.returncode not in (0, -signal.SIGKILL, -signal.SIGTERM):
-            outcome.failed[one.run.name] = _last_lines(one.log)
-        else:
+        elif one.process.returncode in (0, -signal.SIGKILL, -signal.SIGTERM) or one.held_by:
             outcome.stopped.append(one.run.name)
+        else:
+            outcome.failed[one.run.name] = one.last_lines()

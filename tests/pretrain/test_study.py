@@ -15,8 +15,10 @@ import yaml
 from fused_ops.errors import ConfigError
 from fused_ops.keys import GEMMS
 from fused_ops.recipe import get_recipe
+from pretrain.checkpoint.lock import RunLock
 from pretrain.config import make_config, precision_plan
 from pretrain.history import METRICS_FILE, read_metrics
+from pretrain.study import place
 from pretrain.study.budget import costs, render, trial_rows
 from pretrain.study.place import Places, run_all
 from pretrain.study.plan import is_finished, load_study, select, steps_done
@@ -145,6 +147,17 @@ def test_numbers_and_places_that_cannot_be_meant(data, tmp_path, capsys, monkeyp
     assert main([*words, "--cpu", *wrong]) == 2
     said = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
     assert said == ["--gpus", "--per-gpu", "--budget-steps", "--minutes", "--hours", "--grace"]
+    assert main([*words, "--cpu", "--gpus", "1", "--list"]) == 2
+    said = "error: --gpus cannot go with --cpu, which uses none; leave one of the two out\n"
+    assert capsys.readouterr().err == said
+    assert main([*words, "--cpu", "--budget", "--budget-rows", "v1, v3,bf61", "--only", "v1"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"error: --budget-rows must name rows that the runs have: v1; got '{name}'"
+        for name in ("v3", "bf61")
+    ]
+    assert main([*words, "--cpu", "--budget-rows", "v1", "--list"]) == 2
+    assert "add --budget, or leave it out" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(words) == 2
     assert "--gpus 1 needs so many GPUs; torch sees 0; use --cpu" in capsys.readouterr().err
@@ -256,6 +269,36 @@ def test_what_the_machine_lacks_is_said_before_anything_starts(data, tmp_path, c
     assert main([*words, "--gpus", "99", "--only", "nobody"]) == 2
     assert "no run has 'nobody'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_waits_for_its_folder_says_so_once(data, tmp_path, monkeypatch):
+    """What it said before it waited is not taken for what it says later."""
+    run = load_study(write_study(tmp_path / "s", data), tmp_path / "runs").runs[0]
+    held = RunLock(run.folder)
+    held.take()
+    with pytest.raises(ConfigError) as error:
+        RunLock(run.folder).take()
+    held.release()
+    script, count = tmp_path / "python", tmp_path / "count"
+    script.write_text(
+        f"#!/bin/sh\necho >> {count}\n"
+        f"[ $(wc -l < {count}) -gt 3 ] && echo 'error: something else' && exit 2\n"
+        f"echo 'error: {error.value}'; exit 2\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(place.sys, "executable", str(script))
+    monkeypatch.setattr(place, "_WAIT", 0.25)
+    said = []
+    outcome = run_all([run], Places(), tmp_path / "runs", minutes=1, tell=said.append)
+    assert said == [
+        f"{run.name}: started on the CPU",
+        f"{run.name}: its folder belongs to a live run (process {os.getpid()} on this machine); "
+        "it waits for that to end, and is tried again every 0.25 s: stop that run if nobody "
+        "needs it",
+        f"{run.name}: failed with status 2\nerror: something else",
+    ]
+    assert outcome.failed == {run.name: "error: something else"}
+    assert count.read_text() == 4 * "\n"
 
 
 @pytest.mark.slow
