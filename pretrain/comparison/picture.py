@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A comparison as pictures: a PNG, and one self-contained HTML page with the same curves."""
 
+import itertools
 from collections.abc import Sequence
 from datetime import datetime
 from html import escape
@@ -16,11 +17,19 @@ COLOURS = (
     *("#2f6fde", "#d9541e", "#16876b", "#8a4bc4", "#b4232f", "#5b7fa8", "#b9a44c", "#d2527f"),
     *("#4a5160", "#5a9e2f", "#c07f3a", "#3aa6b9"),
 )
+_MARKERS = "osD^v"
 _TITLES = {
     "own": "Validation gap, own forward, %",
     "bf16": "Validation gap, BF16 forward, %",
     "training": "Training gap, %",
 }
+
+
+def _dashes(number: int) -> tuple[float, ...]:
+    """Lengths on and off, in widths of the line, of a row's curve: none while colours are new; then
+    a dash, a dash and a dot, a dash and two dots, and so on."""
+    turn = number // len(COLOURS)
+    return (4.0, 2.5, *(0.5, 2.5) * (turn - 1)) if turn else ()
 
 
 def curves(row: Row, base: Row) -> dict[str, list[tuple[int, float, float, float]]]:
@@ -55,9 +64,18 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
                 continue
             x, mean, low, high = zip(*found[kind])
             colour = COLOURS[number % len(COLOURS)]
-            style = ("-", "--", ":")[number // len(COLOURS) % 3]
-            marker = "o" if len(x) < 30 else None  # a single evaluation has no line
-            axis.plot(x, mean, style, color=colour, label=label, linewidth=1.6, marker=marker, ms=3)
+            marker = _MARKERS[number // len(COLOURS) % len(_MARKERS)]
+            axis.plot(
+                x,
+                mean,
+                linestyle=(0, _dashes(number)) if _dashes(number) else "-",
+                dash_capstyle="round",
+                color=colour,
+                label=label,
+                linewidth=1.6,
+                marker=marker if len(x) < 30 else None,  # a single evaluation has no line
+                ms=3,
+            )
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.axhline(0.0, color="#888888", linewidth=0.8)
         axis.set_title(f"{_TITLES[kind]} (base: {base.label})", fontsize=10)
@@ -74,6 +92,7 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
         list(named),
         fontsize=8 if len(drawn) < 10 else 6,
         ncols=1 + len(drawn) // 10,
+        handlelength=2.0 if len(drawn) <= len(COLOURS) else 5.0,  # whole dashes and dots
     )
     figure.tight_layout()
     figure.savefig(path, dpi=dpi)
@@ -102,12 +121,29 @@ def write_html(
         *(_chart(rows, base, kind) for kind in _TITLES),
         f"<footer>nibble, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</footer>",
     ]
-    colours = "".join(
-        f".row{number} {{ --c: {COLOURS[number % len(COLOURS)]}; }}\n"
-        for number in range(len(rows))
-    )
-    page = page_of("Runs compared", "\n".join(filter(None, parts)), colours)
+    styles = "\n".join(map(_style, range(len(rows))))
+    page = page_of("Runs compared", "\n".join(filter(None, parts)), styles)
     path.write_text(page, encoding="utf-8")
+
+
+def _style(number: int) -> str:
+    """CSS of a row: its colour; where that is not new, dashes, of its key too, and hollow dots."""
+    row, dashes = f"row{number}", [2 * length for length in _dashes(number)]
+    rules = [f".{row} {{ --c: {COLOURS[number % len(COLOURS)]}; }}"]
+    if dashes:
+        ends = list(itertools.accumulate(dashes))
+        stops = ", ".join(
+            f"{'transparent' if place % 2 else 'var(--c)'} {end - length:g}px {end:g}px"
+            for place, (length, end) in enumerate(zip(dashes, ends))
+        )
+        pattern = " ".join(f"{length:g}" for length in dashes)
+        rules += [
+            f".curve.{row} {{ stroke-dasharray: {pattern}; }}",
+            f".dot.{row} {{ fill: var(--card); stroke: var(--c); }}",
+            f".key.{row} i {{ width: {2 * ends[-1]:g}px; "
+            f"background: repeating-linear-gradient(90deg, {stops}); }}",
+        ]
+    return "\n".join(rules)
 
 
 def _chart(rows: Sequence[Row], base: Row, kind: str) -> str:

@@ -3,9 +3,11 @@
 
 import json
 import math
+import re
 
 import pytest
 import yaml
+from matplotlib.axes import Axes
 
 from fused_ops.errors import ConfigError
 from models.precision_config import PrecisionConfig
@@ -31,7 +33,7 @@ from pretrain.comparison.reference import (
     read_references,
     write_reference,
 )
-from pretrain.comparison.runs import read_run
+from pretrain.comparison.runs import Row, read_run
 from pretrain.comparison.spread import spread
 from pretrain.comparison.summary import between_rows, cells, ratios, summarize, table
 from pretrain.config_file import encode
@@ -377,6 +379,44 @@ def test_pictures(rows, tmp_path):
     assert "&lt;said&gt;" in page
     assert page.count("<svg") == 3, "both forwards and the training loss"
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_no_two_rows_of_many_look_alike(rows, tmp_path, monkeypatch):
+    """40 rows in 12 colours: the others differ in dashes, in both pictures and their keys."""
+    base = base_row(rows, "bf16")
+    other = next(row for row in rows if row is not base)
+    many = [base, *(Row(f"row {number}", other.runs) for number in range(40))]
+    drawn, plot = [], Axes.plot
+
+    def note(axis, *points, **options):
+        drawn.append((options["color"], str(options["linestyle"]), options["label"]))
+        return plot(axis, *points, **options)
+
+    monkeypatch.setattr(Axes, "plot", note)
+    write_png(many, base, tmp_path / "a.png")
+    looks = {label: (colour, style) for colour, style, label in drawn}
+    assert len(looks) == len(set(looks.values())) == 40
+    assert looks["row 3"][1] == looks["row 11"][1] == "-"
+    assert (looks["row 12"][0], looks["row 12"][1]) == (looks["row 0"][0], "(0, (4.0, 2.5))")
+
+    write_html(many, base, summarize(many, base), [], tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+
+    def told(selector, what):
+        found = re.findall(rf"^{selector} {{.*?{what}: (.*?);", page, re.MULTILINE)
+        assert len(found) <= 1
+        return found[0] if found else ""
+
+    looks = [
+        [told(rf"\.row{n}", "--c"), told(rf"\.curve\.row{n}", "stroke-dasharray")]
+        for n in range(40)
+    ]
+    assert len(set(map(tuple, looks))) == 40
+    keys = [(looks[n][0], told(rf"\.key\.row{n} i", "background")) for n in range(40)]
+    assert len(set(keys)) == 40
+    assert looks[0] == ["#2f6fde", ""]
+    assert looks[12] == ["#2f6fde", "8 5"]
+    assert looks[24] == ["#2f6fde", "8 5 1 5"]
 
 
 def test_command_line(folder, tmp_path, capsys):
