@@ -72,10 +72,6 @@ class GemmRecipe:
         left, right = self.specs(gemm)
         return left.format, right.format
 
-    def gemm_bits(self, gemm: str) -> int:
-        """Bits of the narrower operand of a GEMM."""
-        return min(map(bits, self.specs(gemm)))
-
     def with_gemm(self, gemm: str, other: "GemmRecipe") -> "GemmRecipe":
         """This recipe with one GEMM as in `other`; an operand that was to be requantized from a
         forward operand which no longer is quantized is taken from the tensor itself."""
