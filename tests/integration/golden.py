@@ -15,9 +15,20 @@ import torch
 GOLDEN = Path(__file__).with_name("golden.json")
 STEPS = 20
 PATTERNS = ("*-*-", "*E*E", "M-M*E")
-# CPU instruction sets round differently: the FP32 losses move in the sixth digit, and a code of
-# NVFP4 that lies at a boundary flips, which moves the loss by up to 0.013.
-TOLERANCES = {"fp32": 1e-4, "nvfp4": 0.02}
+PRECISIONS = ("fp32", "nvfp4")
+
+
+def tolerance(precision: str, pattern: str, step: int) -> float:
+    """How far a loss may lie from the golden one: what CPU instruction sets move it by.
+
+    FP32 losses move in the sixth digit, and so do those of NVFP4 until a code at a boundary flips,
+    from the third step on. That moves a loss by up to 0.013, and by up to 0.037 where a token goes
+    to another expert. Other arithmetic shows at once: gradients rounded to nearest move the second
+    loss by 0.003 to 0.007.
+    """
+    if precision == "fp32" or step <= 2:
+        return 1e-4
+    return 0.05 if "E" in pattern else 0.02
 
 
 def losses(pattern: str, precision: str, folder: Path) -> list[float]:
@@ -57,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        for precision in TOLERANCES:
+        for precision in PRECISIONS:
             for pattern in PATTERNS:
                 found = losses(pattern, precision, Path(folder))
                 old = golden.get(precision, {}).get(pattern, found)

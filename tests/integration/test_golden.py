@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.integration.golden import GOLDEN, PATTERNS, STEPS, TOLERANCES, losses
+from tests.integration.golden import GOLDEN, PATTERNS, PRECISIONS, STEPS, losses, tolerance
 
 
 @pytest.fixture(scope="module")
@@ -14,11 +14,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("precision", list(TOLERANCES))
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_golden_losses(folder, precision, pattern):
     expected = json.loads(GOLDEN.read_text())[precision][pattern]
     found = losses(pattern, precision, folder)
     assert len(found) == len(expected) == STEPS
-    worst = max(abs(a - b) for a, b in zip(found, expected))
-    assert worst <= TOLERANCES[precision], (found, expected)
+    for step, (loss, wanted) in enumerate(zip(found, expected), 1):
+        assert abs(loss - wanted) <= tolerance(precision, pattern, step), (step, found, expected)
     assert found[-1] < found[0] - 0.3, "it learns"
