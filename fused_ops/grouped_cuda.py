@@ -23,6 +23,7 @@ from fused_ops.quantize import philox, triton_grouped
 from fused_ops.quantize.hadamard import amax_from_plain
 from fused_ops.quantize.triton_grouped import GroupedOperand, Request
 from fused_ops.recipe import is_quantized
+from fused_ops.scaled_matmul.cublaslt import aligned
 from fused_ops.scaled_matmul.grouped import Alpha, inner_matmul, rows_matmul
 from fused_ops.scaled_matmul.reference import fp32_reciprocal
 from fused_ops.triton_support import device_reason
@@ -109,11 +110,6 @@ def _form(call: LinearCall, gemm: str) -> str:
     """On which cores the operands of a GEMM meet: "bf16" or "fp8"."""
     left, right = call.recipe.specs(gemm)
     return "fp8" if call.recipe.decode == "fp8" or (left.is_pow2 and right.is_pow2) else "bf16"
-
-
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def expert_keys(
@@ -316,7 +312,7 @@ class GroupedLinearTogether(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], call: LinearCall) -> Tensor:
-        groups, tokens = groups_of(counts, x.device), _aligned(x.detach())
+        groups, tokens = groups_of(counts, x.device), aligned(x.detach())
         ctx.save_input = ctx.needs_input_grad[1]
         row, kept = _token_operands(
             call, groups, tokens, ("fprop.x", "wgrad.x" if ctx.save_input else None),
@@ -336,7 +332,7 @@ class GroupedLinearTogether(torch.autograd.Function):
         call: LinearCall = ctx.call
         weight, *saved = ctx.saved_tensors
         row, column = _token_operands(
-            call, ctx.groups, _aligned(dy),
+            call, ctx.groups, aligned(dy),
             ("dgrad.dy" if ctx.needs_input_grad[0] else None,
              "wgrad.dy" if ctx.save_input else None),
             (_form(call, "dgrad"), _form(call, "wgrad")),

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import pad_to, roundup
+from fused_ops.codecs import pad_to, per_row, roundup
 from fused_ops.formats import OperandSpec, QuantizedTensor
 from fused_ops.quantize.hadamard import rotate
 from fused_ops.scaled_matmul.reference import values
@@ -217,8 +217,13 @@ def sums_together(samples: Sequence[Sample]) -> Tensor:
     spec, count = whole.spec, len(samples)
     x = _exact(samples).float()
     q = _one_by_one(whole.unscaled(torch.float32), samples) * factors
-    maxima = whole.block_scales().unflatten(0, (count, -1))
-    scale = _scales(spec, maxima, factors, x)
+    of_blocks = whole.block_scales()
+    maxima = of_blocks.unflatten(0, (count, -1))
+    if spec.block is None:
+        scale = factors.expand(x.shape)
+    else:
+        wide = per_row(of_blocks, spec.block, whole.shape[0]).repeat_interleave(spec.block[1], 1)
+        scale = _one_by_one(wide[:, : x.shape[2]], samples) * factors
     live = scale > 0
     size, nonzero = x.abs(), x != 0
     element = str(spec.element)
@@ -259,17 +264,6 @@ def _ranges(samples: Sequence[Sample]) -> Tensor:
         if isinstance(sample.operand, QuantizedTensor) and sample.operand.out_of_range is not None
     ]
     return torch.nn.functional.pad(torch.stack(found).double(), (1, 0), value=samples[0].counted)
-
-
-def _scales(spec: OperandSpec, blocks: Tensor, factors: Tensor, x: Tensor) -> Tensor:
-    """The factor between element and value, of each value [n, rows, cols]."""
-    if spec.block is None:
-        return factors.expand(x.shape)
-    tall, wide = spec.block
-    full = blocks.repeat_interleave(wide, 2)[..., : x.shape[2]]
-    if tall > 1:
-        full = full.repeat_interleave(tall, 1)
-    return full[:, : x.shape[1]] * factors
 
 
 def _peaks(spec: OperandSpec, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

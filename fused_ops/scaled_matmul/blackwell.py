@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_ops.codecs import E4M3_MAX, pad_to, roundup, swizzle_scales
+from fused_ops.codecs import E4M3_MAX, FP8_DTYPES, pad_to, roundup, swizzle_scales
 from fused_ops.formats import Operand, OperandSpec, QuantizedTensor
 from fused_ops.scaled_matmul import cublaslt, reference
 
@@ -40,7 +40,7 @@ def supports(
             return "an operand is empty"
     assert isinstance(a, QuantizedTensor), "checked"
     assert isinstance(b, QuantizedTensor), "checked"
-    return spec_reason(a.spec, b.spec, decode) or device_reason(a.codes.device)
+    return device_reason(a.codes.device) or spec_reason(a.spec, b.spec, decode)
 
 
 def spec_reason(a: OperandSpec, b: OperandSpec, decode: str) -> str | None:
@@ -56,7 +56,7 @@ def spec_reason(a: OperandSpec, b: OperandSpec, decode: str) -> str | None:
 
 def multiplies(a: OperandSpec, b: OperandSpec, decode: str, device: torch.device) -> bool:
     """Whether operands of these kinds are to be handed over as codes on this device."""
-    return spec_reason(a, b, decode) is None and device_reason(device) is None
+    return device_reason(device) is None and spec_reason(a, b, decode) is None
 
 
 @functools.cache
@@ -125,12 +125,9 @@ class _Codes:
 
 def _laid_out(operand: QuantizedTensor) -> _Codes:
     rows = roundup(operand.shape[0], _ROWS)
-    codes = pad_to(operand.codes, rows, roundup(operand.codes.shape[1], 16)).contiguous()
-    dtype = torch.float4_e2m1fn_x2
-    if not operand.spec.is_fp4:
-        dtype = torch.float8_e5m2 if operand.spec.element == "e5m2" else torch.float8_e4m3fn
-    if codes.data_ptr() % 16:
-        codes = codes.clone()
+    codes = cublaslt.aligned(pad_to(operand.codes, rows, roundup(operand.codes.shape[1], 16)))
+    element = str(operand.spec.element)
+    dtype = torch.float4_e2m1fn_x2 if operand.spec.is_fp4 else FP8_DTYPES[element]
     return _Codes(codes.view(dtype), swizzle_scales(operand.row_scales()))
 
 

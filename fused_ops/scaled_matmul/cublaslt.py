@@ -179,6 +179,12 @@ def _plan(
     return operation, first, second, out, result
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous and from a multiple of 16 bytes on: the library reads so many at once."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def matmul(
     a: Tensor, b: Tensor, alpha: Tensor | None, *, out: Tensor, accumulate: bool = False
 ) -> Tensor:

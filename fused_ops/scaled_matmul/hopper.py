@@ -12,6 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from fused_ops.codecs import FP8_DTYPES
 from fused_ops.formats import DecodedTensor, Operand, OperandSpec, QuantizedTensor
 from fused_ops.quantize import triton_backend, triton_decode
 from fused_ops.scaled_matmul import cublaslt, reference
@@ -133,14 +134,13 @@ def fp8_operand(operand: QuantizedTensor | DecodedTensor) -> tuple[Tensor, int]:
         shift = operand.spec.fp8_shift
         return triton_backend.decode(operand, e4m3=True, shift=shift), shift
     codes = _padded(operand.codes, 16)
-    dtype = torch.float8_e5m2 if operand.spec.element == "e5m2" else torch.float8_e4m3fn
-    return codes.view(dtype), 0
+    return codes.view(FP8_DTYPES[str(operand.spec.element)]), 0
 
 
 def bf16_operand(operand: Operand, decode: str) -> Tensor:
     """Exact BF16 [rows, K padded to 8]: code * block scale, or a tensor's own values."""
     if isinstance(operand, Tensor):
-        return _aligned(_padded(operand, 8))
+        return cublaslt.aligned(_padded(operand, 8))
     if isinstance(operand, DecodedTensor):
         if operand.data.dtype == torch.bfloat16:
             return operand.data
@@ -160,11 +160,6 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
     """Contiguous, with zero columns up to a multiple."""
     add = -x.shape[1] % multiple
     return torch.nn.functional.pad(x, (0, add)) if add else x.contiguous()
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy where it does not begin at a multiple of 16 bytes: the library reads so many."""
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
