@@ -134,14 +134,23 @@ class _OpenShard:
         self.prefix, self.info = prefix, info
         self.bin_name = str(bin_path(prefix))
         self.dtype = np.dtype(info.dtype)
+        # Opened before its size is asked for: a file may vanish between the two.
+        try:
+            self.descriptor = os.open(self.bin_name, os.O_RDONLY)
+        except FileNotFoundError:
+            raise DataError(_missing(self.bin_name, info)) from None
+        except OSError as error:
+            raise DataError(_unreadable(self.bin_name, error)) from None
         check_sizes(prefix, info)
-        self.descriptor = os.open(bin_path(prefix), os.O_RDONLY)
         self._starts: np.ndarray | None = None
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Tokens [first, first + count) of the shard, in the shard's own type."""
         tokens = np.empty(count, dtype=self.dtype)
-        got = os.preadv(self.descriptor, [tokens.view(np.uint8)], first * self.dtype.itemsize)
+        try:
+            got = os.preadv(self.descriptor, [tokens.view(np.uint8)], first * self.dtype.itemsize)
+        except OSError as error:
+            raise DataError(_unreadable(self.bin_name, error)) from None
         if got != tokens.nbytes:
             end = first * self.dtype.itemsize + got
             raise DataError(
@@ -191,15 +200,23 @@ def check_sizes(prefix: Path, info: ShardInfo) -> None:
         raise DataError(problems)
 
 
+def _missing(path: str, info: ShardInfo) -> str:
+    return (
+        f"each shard of a manifest must exist; {path} is missing "
+        f"(the manifest says {info.tokens} tokens): restore it, or index the folder again"
+    )
+
+
+def _unreadable(path: str, error: OSError) -> str:
+    return f"each shard of a manifest must be readable; {path}: {error.strerror}"
+
+
 def size_problems(sizes: Mapping[str, int], folder: str, info: ShardInfo) -> list[str]:
     """What is wrong with a shard, by {name in the folder: bytes} of its files."""
     expected = info.tokens * ITEM_SIZES[info.dtype]
     for name in (f"{info.name}.bin", f"{info.name}.idx"):
         if name not in sizes:
-            return [
-                f"each shard of a manifest must exist; {folder}{name} is missing "
-                f"(the manifest says {info.tokens} tokens): restore it, or index the folder again"
-            ]
+            return [_missing(f"{folder}{name}", info)]
     least = INDEX_HEADER.size + 8 * (info.documents + 1)
     index = sizes[f"{info.name}.idx"]
     if index < least:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be wrong with shards and blends that a run reads: a named error, or the right data."""
 
+import errno
 import os
 
 import numpy as np
@@ -81,6 +82,33 @@ def test_a_shard_that_vanishes_while_a_run_reads(tmp_path, monkeypatch):
     again = [loader.step(consumed)[0]["tokens"].tolist() for consumed in range(0, 100, 4)]
     assert [row for step in again for row in step] == [ids[:-1] for ids in whole]
     loader.close()
+
+
+def test_a_shard_that_vanishes_as_it_is_opened(tmp_path, monkeypatch):
+    write_folder(tmp_path, documents(60), num_shards=1)
+    dataset = open_dataset(DataConfig(train=str(tmp_path)), SEQ, seed=1)
+    real_open = os.open
+
+    def lose_and_open(path, flags):
+        os.unlink(path)
+        return real_open(path, flags)
+
+    monkeypatch.setattr(os, "open", lose_and_open)
+    with pytest.raises(DataError, match=r"shard_00000.bin is missing \(the manifest says \d+ tok"):
+        dataset.sample(0)
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_shard_that_cannot_be_read(tmp_path, monkeypatch, call):
+    write_folder(tmp_path, documents(60), num_shards=1)
+    dataset = open_dataset(DataConfig(train=str(tmp_path)), SEQ, seed=1)
+
+    def fail(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(DataError, match=r"must be readable; .*shard_00000.bin: Input/output error"):
+        dataset.sample(0)
 
 
 def test_an_open_shard_that_is_deleted_gives_the_right_data(tmp_path):
