@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test session set-up: one thread, CPU compatibility before megatron-core, seeds."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +30,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session):
+    """What the imports made stays: a full garbage collection, of which a test of runs has dozens,
+    would walk through half a million of these objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

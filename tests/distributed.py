@@ -20,6 +20,7 @@ raises RuntimeError with every rank's output, each line with its rank.
 import atexit
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import multiprocessing.util
@@ -197,6 +198,7 @@ def _fork_ranks() -> None:
     _prepare()
     with contextlib.suppress(ModuleNotFoundError):
         import pretrain.engine  # noqa: F401 (megatron-core with it: what most ranks import)
+    gc.freeze()  # no rank's garbage collection walks through, and so copies, what all share
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a rank prints goes to its log, never among the answers
