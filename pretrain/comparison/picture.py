@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A comparison as pictures: a PNG, and one self-contained HTML page with the same curves."""
 
-import itertools
+import cmath
+import math
 from collections.abc import Sequence
 from datetime import datetime
 from html import escape
@@ -10,14 +11,13 @@ from pathlib import Path
 from pretrain.comparison.gaps import mean_curve, paired_gaps, training_gaps
 from pretrain.comparison.runs import FORWARDS, Row
 from pretrain.comparison.summary import HEAD, Line, cells
-from pretrain.report.charts import Chart, Series, render
+from pretrain.report.charts import Chart, Series, render, swatch
 from pretrain.report.page import page_of
 
 COLOURS = (
     *("#2f6fde", "#d9541e", "#16876b", "#8a4bc4", "#b4232f", "#5b7fa8", "#b9a44c", "#d2527f"),
     *("#4a5160", "#5a9e2f", "#c07f3a", "#3aa6b9"),
 )
-_MARKERS = "osD^v"
 _TITLES = {
     "own": "Validation gap, own forward, %",
     "bf16": "Validation gap, BF16 forward, %",
@@ -30,6 +30,18 @@ def _dashes(number: int) -> tuple[float, ...]:
     a dash, a dash and a dot, a dash and two dots, and so on."""
     turn = number // len(COLOURS)
     return (4.0, 2.5, *(0.5, 2.5) * (turn - 1)) if turn else ()
+
+
+def _corners(number: int) -> list[tuple[float, float]]:
+    """Corners of a row's dot, around it and back to the first, in radii of a round one: none while
+    colours are new; then a triangle, a star of four points, a square, a star of five, and so on."""
+    turn = number // len(COLOURS)
+    if not turn:
+        return []
+    radii = (1.4,) if turn % 2 else (1.4, 0.5)
+    sides = len(radii) * (turn // 2 + 3)
+    ring = [cmath.rect(radii[k % len(radii)], math.tau * k / sides) for k in range(sides + 1)]
+    return [(corner.imag, corner.real) for corner in ring]
 
 
 def curves(row: Row, base: Row) -> dict[str, list[tuple[int, float, float, float]]]:
@@ -64,7 +76,6 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
                 continue
             x, mean, low, high = zip(*found[kind])
             colour = COLOURS[number % len(COLOURS)]
-            marker = _MARKERS[number // len(COLOURS) % len(_MARKERS)]
             axis.plot(
                 x,
                 mean,
@@ -73,8 +84,9 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
                 color=colour,
                 label=label,
                 linewidth=1.6,
-                marker=marker if len(x) < 30 else None,  # a single evaluation has no line
-                ms=3,
+                marker=_corners(number) or "o",  # a single evaluation has no line
+                markevery=None if len(x) < 30 else [],  # none; the legend has one
+                ms=3.5,
             )
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.axhline(0.0, color="#888888", linewidth=0.8)
@@ -127,22 +139,11 @@ def write_html(
 
 
 def _style(number: int) -> str:
-    """CSS of a row: its colour; where that is not new, dashes, of its key too, and hollow dots."""
-    row, dashes = f"row{number}", [2 * length for length in _dashes(number)]
-    rules = [f".{row} {{ --c: {COLOURS[number % len(COLOURS)]}; }}"]
-    if dashes:
-        ends = list(itertools.accumulate(dashes))
-        stops = ", ".join(
-            f"{'transparent' if place % 2 else 'var(--c)'} {end - length:g}px {end:g}px"
-            for place, (length, end) in enumerate(zip(dashes, ends))
-        )
-        pattern = " ".join(f"{length:g}" for length in dashes)
-        rules += [
-            f".curve.{row} {{ stroke-dasharray: {pattern}; }}",
-            f".dot.{row} {{ fill: var(--card); stroke: var(--c); }}",
-            f".key.{row} i {{ width: {2 * ends[-1]:g}px; "
-            f"background: repeating-linear-gradient(90deg, {stops}); }}",
-        ]
+    """CSS of a row: its colour, and dashes where that is not new."""
+    rules = [f".row{number} {{ --c: {COLOURS[number % len(COLOURS)]}; }}"]
+    if dashes := _dashes(number):
+        pattern = " ".join(f"{2 * length:g}" for length in dashes)
+        rules.append(f".curve.row{number} {{ stroke-dasharray: {pattern}; }}")
     return "\n".join(rules)
 
 
@@ -151,11 +152,13 @@ def _chart(rows: Sequence[Row], base: Row, kind: str) -> str:
     for number, row in enumerate(row for row in rows if row is not base):
         points = [(float(x), mean) for x, mean, _, _ in curves(row, base)[kind]]
         if points:
-            series.append(Series(row.label, f"row{number}", points))
+            own = Series(row.label, f"row{number}", points, corners=_corners(number))
+            series.append(own)
+            dashes = _dashes(number)
+            # A whole turn of dashes, and the first again.
+            shown = swatch(own, round(2 * sum(dashes + dashes[:1])) or 16)
             last = f"{points[-1][1]:+.2f}"
-            keys.append(
-                f'<span class="key row{number}"><i></i>{escape(row.label)} <b>{last}</b></span>'
-            )
+            keys.append(f'<span class="key">{shown}{escape(row.label)} <b>{last}</b></span>')
     if not series:
         return ""
     chart = render(Chart(series, _TITLES[kind], levels=[(0.0, "base")]), 1086, 360)

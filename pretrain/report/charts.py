@@ -8,7 +8,7 @@ A chart is data (`Chart`, `Series`, `Mark`), `render` draws it. Tooltips are the
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 MAX_POINTS = 700
@@ -24,6 +24,9 @@ class Series:
     color: str
     points: Sequence[tuple[float, float]]
     style: str = "line"
+    corners: Sequence[tuple[float, float]] = ()
+    """Of a dot around its middle, in its radius, y upward; none: a circle. A curve of one point is
+    a dot."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,13 @@ def render(chart: Chart, width: int, height: int) -> str:
     parts += _columns(drawn, x, y)
     parts.append("</svg>")
     return "".join(parts)
+
+
+def swatch(series: Series, width: int) -> str:
+    """What a key shows of a curve, as an `<svg>` of `width` times 10 user units."""
+    points = [(0.0, 0.0), (1.0, 0.0)] if len(series.points) > 1 else [(0.5, 0.0)]
+    shown = _curve(replace(series, points=points), _Axis(0, 1, 0, width), _Axis(-1, 1, 10, 0))
+    return f'<svg class="swatch" viewBox="0 0 {width} 10">{"".join(shown)}</svg>'
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
@@ -253,11 +263,16 @@ def _curve(series: Series, x: _Axis, y: _Axis) -> list[str]:
         parts.append(f'<polyline class="curve {series.style} {color}" points="{path}"/>')
     if series.style == "points" or len(points) == 1:
         radius = 3.2 if len(points) < 60 else 2
-        for a, b in points:
-            parts.append(
-                f'<circle class="dot {color}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"/>'
-            )
+        parts += [_dot(series, x(a), y(b), radius) for a, b in points]
     return parts
+
+
+def _dot(series: Series, x: float, y: float, radius: float) -> str:
+    look = f'class="dot {escape(series.color)}"'
+    if not series.corners:
+        return f'<circle {look} cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
+    corners = " ".join(f"{x + radius * a:.1f},{y - radius * b:.1f}" for a, b in series.corners)
+    return f'<polygon {look} points="{corners}"/>'
 
 
 def _columns(drawn: Sequence[Series], x: _Axis, y: _Axis) -> list[str]:

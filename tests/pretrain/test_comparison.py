@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from fused_ops.errors import ConfigError
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.compare import flatten
+from pretrain.comparison import picture
 from pretrain.comparison.compare import base_row, load_rows
 from pretrain.comparison.gaps import (
     Interval,
@@ -377,15 +378,13 @@ def test_pictures(rows, tmp_path):
     write_html(rows, base, lines, ["<said>"], tmp_path / "a.html")
     page = (tmp_path / "a.html").read_text()
     assert "&lt;said&gt;" in page
-    assert page.count("<svg") == 3, "both forwards and the training loss"
+    assert page.count('role="img"') == 3, "both forwards and the training loss"
     assert "http" not in page.replace("http-equiv", "")
 
 
 def test_no_two_rows_of_many_look_alike(rows, tmp_path, monkeypatch):
     """40 rows in 12 colours: the others differ in dashes, in both pictures and their keys."""
-    base = base_row(rows, "bf16")
-    other = next(row for row in rows if row is not base)
-    many = [base, *(Row(f"row {number}", other.runs) for number in range(40))]
+    base, many = _many(rows, 40)
     drawn, plot = [], Axes.plot
 
     def note(axis, *points, **options):
@@ -412,11 +411,52 @@ def test_no_two_rows_of_many_look_alike(rows, tmp_path, monkeypatch):
         for n in range(40)
     ]
     assert len(set(map(tuple, looks))) == 40
-    keys = [(looks[n][0], told(rf"\.key\.row{n} i", "background")) for n in range(40)]
-    assert len(set(keys)) == 40
+    for n in range(40):
+        key = f'<polyline class="curve line row{n}" [^>]*/></svg>row {n} <b>'
+        assert len(re.findall(key, page)) == 3, "dashed by the same rule as its curve"
     assert looks[0] == ["#2f6fde", ""]
     assert looks[12] == ["#2f6fde", "8 5"]
     assert looks[24] == ["#2f6fde", "8 5 1 5"]
+
+
+def test_no_two_dots_of_many_look_alike(rows, tmp_path, monkeypatch):
+    """A row of one evaluation has no dashes: dots of one colour differ in shape, and keys show it,
+    although the curves of another panel are too long for dots."""
+    base, many = _many(rows, 80)
+    whole, legend, looks = picture.curves, Axes.legend, {}
+
+    def curves(*of):
+        found = {kind: points[-1:] for kind, points in whole(*of).items()}
+        return {**found, "training": 40 * found["training"]}
+
+    def note(axis, handles, labels, **options):
+        looks.update({k: (h.get_color(), str(h.get_marker())) for k, h in zip(labels, handles)})
+        return legend(axis, handles, labels, **options)
+
+    monkeypatch.setattr(picture, "curves", curves)
+    monkeypatch.setattr(Axes, "legend", note)
+    write_png(many, base, tmp_path / "a.png")
+    assert len(looks) == len(set(looks.values())) == 80
+    assert looks["row 11"][1] == "o"
+
+    write_html(many, base, summarize(many, base), [], tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    colours = dict(re.findall(r"^\.row(\d+) { --c: (.*?);", page, re.MULTILINE))
+    shown = re.findall(r'<(\w+) class="dot row(\d+)" ([^>]*)/></svg>row (\d+) <b>', page)
+    assert len(shown) == 2 * 80, "the key of each row is its dot, in two charts"
+    assert all(row == label for _, row, _, label in shown)
+    looks = {row: (colours[row], kind, place) for kind, row, place, _ in shown}
+    assert len(set(looks.values())) == 80, "keys lie alike: what differs is the shape"
+    for row, corners in (("12", 3), ("24", 8), ("36", 4)):
+        dots = re.findall(rf'<polygon class="dot row{row}" points="([^"]*)"', page)
+        assert [len(set(points.split())) for points in dots] == 4 * [corners], "keys and charts"
+
+
+def _many(rows, number):
+    """The base, and it with as many rows of the same runs."""
+    base = base_row(rows, "bf16")
+    other = next(row for row in rows if row is not base)
+    return base, [base, *(Row(f"row {place}", other.runs) for place in range(number))]
 
 
 def test_command_line(folder, tmp_path, capsys):
