@@ -23,7 +23,8 @@ class PrecisionPlan(PrecisionStages):
     `PrecisionStages`.
     """
 
-    _bound: tuple[tuple[str, Any], ...] = ()
+    bound: tuple[tuple[str, Any], ...] = ()
+    """(global name, layer) of each linear layer of this process."""
     _state: PrecisionState | None = None
 
     def update(self, consumed_samples: int) -> list[str]:
@@ -40,7 +41,7 @@ class PrecisionPlan(PrecisionStages):
         self.consumed_samples = consumed_samples
         self._hand_out()
         if self.active_steps != before:
-            delayed.drop_unused(self._bound)
+            delayed.drop_unused(self.bound)
         return [
             f"precision: {', '.join(step.gemms)} of layers {step.layers}, modules {step.modules} "
             f"to {step.recipe} from sample {(self.boundaries or [])[index]}"
@@ -72,27 +73,27 @@ class PrecisionPlan(PrecisionStages):
             module.amax_scope = self.config.amax_scope
             module.backend = self.config.backend
             module.communicate = self.config.communicate
-            self._bound += ((name, module),)
+            self.bound += ((name, module),)
         self._state = state
         self._hand_out()
 
     @property
     def is_observed(self) -> bool:
         """Whether some linear layer of this process shows its operands to an observer."""
-        return any(module.observer is not None for _, module in self._bound)
+        return any(module.observer is not None for _, module in self.bound)
 
     def end_step(self, groups: Any) -> None:
         """After the backward passes of a step: delayed scales move on; see `delayed.end_step`."""
-        delayed.end_step(self._bound, groups)
+        delayed.end_step(self.bound, groups)
 
     def scales_kept(self, *, begin: bool = False) -> contextlib.AbstractContextManager[None]:
         """Inside, delayed scales see passes that are no steps of the run, and end as they began;
         with `begin`, operands without one get theirs from these passes."""
-        return delayed.kept(self._bound, begin=begin)
+        return delayed.kept(self.bound, begin=begin)
 
     def without_scales(self) -> list[str]:
         """Layers whose forward pass needs a delayed scale that is not there."""
-        return delayed.missing(self._bound)
+        return delayed.missing(self.bound)
 
     @contextlib.contextmanager
     def instead(self, recipes: Mapping[str, GemmRecipe]) -> Iterator[None]:
@@ -107,7 +108,7 @@ class PrecisionPlan(PrecisionStages):
     def _hand_out(self, recipes: Mapping[str, GemmRecipe] | None = None) -> None:
         """Give bound layers these recipes, by name, or those of now; codes of others are freed."""
         recipes = self.recipes() if recipes is None else recipes
-        for name, module in self._bound:
+        for name, module in self.bound:
             if module.recipe != recipes[name]:
                 module.recipe = recipes[name]
                 module.weight_codes.drop()
@@ -124,7 +125,7 @@ class PrecisionPlan(PrecisionStages):
             for boundary, step in zip(self.boundaries or [], self.config.schedule)
         ]
         state: dict[str, Any] = {"consumed_samples": self.consumed_samples, "schedule": steps}
-        histories = delayed.state_dict(self._bound)
+        histories = delayed.state_dict(self.bound)
         return {**state, "delayed": histories} if histories else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,7 +167,7 @@ class PrecisionPlan(PrecisionStages):
         """Of what `state_dict` gave, the delayed scales alone."""
         if self._state is not None:
             device = self._state.nonfinite.device
-            delayed.load_state_dict(self._bound, state.get("delayed", {}), device)
+            delayed.load_state_dict(self.bound, state.get("delayed", {}), device)
 
     def table(self) -> list[dict[str, Any]]:
         """One row a linear layer and one for each part that stays high; plain data."""

@@ -2,7 +2,7 @@
 """Tensors of a real training step, kept to be multiplied again: how far products on FP8 cores err.
 
 A captured layer is {"x": [tokens, in], "w": [out, in], "dy": [tokens, out]}, as its GEMMs were
-given them in the first micro-batch of the step, before any quantization.
+given them in one micro-batch of the step, before any quantization.
 """
 
 import fnmatch
@@ -22,7 +22,6 @@ from fused_ops.recipe import GemmRecipe, get_recipe
 from fused_ops.scaled_matmul import reference, scaled_matmul
 from fused_ops.testing import relative_mse
 from pretrain.callbacks import Callback, Row
-from pretrain.numerics_watch import watched_modules
 from pretrain.training import Training
 
 Layer = dict[str, Tensor]
@@ -31,16 +30,13 @@ _KEY = (0x12345678, 0x9ABCDEF0)
 
 
 class _Keep:
-    """An observer that copies what its layer's GEMMs are given, at their first use."""
+    """An observer that copies what its layer's GEMMs are given in one micro-batch."""
 
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-        self.micro_batch: int | None = None
+    def __init__(self, layer: Layer, micro_batch: int) -> None:
+        self.layer, self.micro_batch = layer, micro_batch
 
     def wants(self, micro_batch: int) -> bool:
-        """Whether this is the first micro-batch. Signature: `fused_ops.linear.Observer.wants`."""
-        if self.micro_batch is None:
-            self.micro_batch = micro_batch
+        """Signature: `models.parallel_linear.ModuleObserver.wants`."""
         return micro_batch == self.micro_batch
 
     def observe(
@@ -57,35 +53,52 @@ class Capture(Callback):
 
     Args:
         step: which step.
+        micro_batch: which of the step's, from 0.
         patterns: of the names of layers, as in `precision.rules`; experts are not captured.
     """
 
-    def __init__(self, step: int, patterns: Sequence[str]) -> None:
-        self.step, self.patterns = step, patterns
+    def __init__(self, step: int, micro_batch: int, patterns: Sequence[str]) -> None:
+        self.step, self.micro_batch, self.patterns = step, micro_batch, patterns
         self.layers: dict[str, Layer] = {}
-        self._observed: list[Any] = []
+        self._modules: list[tuple[str, Any]] = []
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Signature: `Callback.before_step`."""
-        if step != self.step:
-            return
-        found = list(watched_modules(trainer.engine))
-        plain = [(name, module) for name, module in found if module.weight.dim() == 2]
-        for name, module in plain:
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns):
-                module.observer = _Keep(self.layers.setdefault(name, {}))
-                self._observed.append(module)
-        if not self._observed:
-            raise ConfigError(
-                f"--layers must match a linear layer; {', '.join(self.patterns)} match none of "
-                f"{', '.join(name for name, _ in plain)}; patterns may have *"
-            )
+        """Signature: `Callback.before_step`. ConfigError, before anything is trained, where the
+        model or the step has not what is to be captured."""
+        if not self._modules:
+            self._modules = self._chosen(trainer, step)
+        if step == self.step:
+            for name, module in self._modules:
+                module.observer = _Keep(self.layers.setdefault(name, {}), self.micro_batch)
 
     def after_step(self, trainer: Training, row: Row) -> None:
         """Signature: `Callback.after_step`."""
-        for module in self._observed:
+        for _, module in self._modules:
             module.observer = None
-        self._observed.clear()
+
+    def _chosen(self, trainer: Training, step: int) -> list[tuple[str, Any]]:
+        """(global name, layer) of what is captured, asked before step `step`."""
+        bound = trainer.engine.plan.bound
+        plain = {name: module for name, module in bound if module.weight.dim() == 2}
+        found = [name for pattern in self.patterns for name in fnmatch.filter(plain, pattern)]
+        problems = []
+        if not found:
+            problems.append(
+                f"--layers must match a linear layer; {', '.join(self.patterns)} match none of "
+                f"{', '.join(plain)}; patterns may have *"
+            )
+        train, consumed = trainer.config.train, trainer.state.consumed_samples
+        for _ in range(step, self.step):
+            consumed += train.batch_sizes.at(consumed)
+        number = train.batch_sizes.at(consumed) // train.micro_batch_size
+        if self.micro_batch >= number:
+            problems.append(
+                f"--micro-batch must be below {number}, as many as step {self.step} has; got "
+                f"{self.micro_batch}"
+            )
+        if problems:
+            raise ConfigError(problems)
+        return [(name, module) for name, module in plain.items() if name in found]
 
 
 def load_layers(path: Path) -> dict[str, Layer]:

@@ -23,11 +23,9 @@ from torch import Tensor
 
 from fused_ops.formats import Operand, QuantizedTensor
 from fused_ops.linear import LinearCall
-from models import delayed
 from models.precision import unwrap
 from pretrain.engine import Engine
 from pretrain.evaluate import gathered_parameters, generators_untouched
-from pretrain.numerics_watch import watched_modules
 from pretrain.train_step import MicroBatch, forward_step, loss_function, run_schedule
 
 _MOST_ROWS = 60
@@ -121,7 +119,7 @@ def inspect_step(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Inspect
     seen: list[Finding] = []
     rows: list[tuple[int, float, float]] = []
     with _untouched(engine), gathered_parameters(engine), generators_untouched():
-        for name, module in watched_modules(engine):
+        for name, module in engine.plan.bound:
             module.observer = _Watch(name, seen, engine.world.rank)
         step = partial(forward_step_by_sample, rows)
         run_schedule(engine, micro_batches, forward_only=False, forward=step)
@@ -214,13 +212,13 @@ def _untouched(engine: Engine) -> Iterator[None]:
     functions = config.finalize_model_grads_func, config.no_sync_func
     buffers = [b for chunk in engine.chunks for b in unwrap(chunk).buffers()]
     kept = [buffer.clone() for buffer in buffers]
-    modules = list(watched_modules(engine))
-    scales = delayed.state_dict(modules)
+    modules = engine.plan.bound
     flags = state.nonfinite.clone(), state.check_finite
     observers = [module.observer for _, module in modules]
     config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
     state.check_finite = False
     with contextlib.ExitStack() as stack:
+        stack.enter_context(engine.plan.scales_kept())
         for chunk in engine.chunks:
             chunk.zero_grad_buffer()
             stack.enter_context(chunk.no_sync())
@@ -231,7 +229,6 @@ def _untouched(engine: Engine) -> Iterator[None]:
                 module.observer = observer
     for buffer, value in zip(buffers, kept):
         buffer.copy_(value)
-    delayed.load_state_dict(modules, scales, engine.world.device)
     config.finalize_model_grads_func, config.no_sync_func = functions
     state.nonfinite.copy_(flags[0])
     state.check_finite = flags[1]

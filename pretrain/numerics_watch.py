@@ -31,7 +31,7 @@ from fused_ops.operand_error import (
 from fused_ops.recipe import is_quantized
 from models import micro_batch
 from models.comm import TensorParallelComm
-from models.precision import named_gemms, named_parts, unwrap
+from models.precision import named_parts, unwrap
 from pretrain.engine import Engine
 from pretrain.numerics_sums import Batches, Table
 
@@ -100,7 +100,7 @@ class NumericsWatch:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, the step's GEMMs, routers and gradients are seen."""
-        modules = list(watched_modules(self.engine))
+        modules = self.engine.plan.bound
         before = [module.observer for _, module in modules]
         index = {name: i for i, name in enumerate(self.names)}
         config = self.engine.config
@@ -165,7 +165,7 @@ class NumericsWatch:
             self.products.add([found[i].place for i in whole], sums)
 
     def _count_zeros(self, index: dict[str, int]) -> None:
-        for name, module in watched_modules(self.engine):
+        for name, module in self.engine.plan.bound:
             for part in gradient_parts(self.engine, module.weight):
                 zeros, values = self.gradients[index[name]].unbind()
                 zeros.add_((part == 0).sum(dtype=torch.float64))
@@ -283,14 +283,6 @@ class _RouterWatch:
         tokens = torch.full_like(entropy, float(logits.shape[0]))
         load = outputs[1].reshape(-1, logits.shape[-1]).sum(0, dtype=torch.float64)
         self.watch.routers[self.place] += torch.cat([torch.stack([tokens, entropy]), load])
-
-
-def watched_modules(engine: Engine) -> Iterator[tuple[str, Any]]:
-    """(global name, module) of this rank's linear layers that take a recipe."""
-    for chunk in engine.chunks:
-        for name, module in named_gemms(unwrap(chunk)):
-            if hasattr(module, "observer"):
-                yield name, module
 
 
 def routers(engine: Engine) -> Iterator[tuple[str, Any]]:

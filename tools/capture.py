@@ -3,8 +3,8 @@
 
 python -m tools.capture examples/quickstart.yaml operands.pt --step 20 --layers "layers.1.*"
 
-Trains CONFIG up to a step and keeps X, W and dY of the named layers in it, as they are before any
-quantization (`python -m tools.bench_captured OUT.pt` measures on them). The
+Trains CONFIG up to a step and keeps X, W and dY of the named layers in one of its micro-batches, as
+they are before any quantization (`python -m tools.bench_captured OUT.pt` measures on them). The
 run's own folder is left alone: the training here leaves nothing but OUT.pt. `checkpoint.load=...`
 starts from the weights of a run; other settings are overridden likewise. One process.
 """
@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("output", type=Path, metavar="OUT.pt")
     parser.add_argument("--step", type=int, default=20, help="step to look at (%(default)s)")
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="which of the step's, from 0 (%(default)s)"
+    )
     parser.add_argument("--layers", default="*", help="names, with *, between commas (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
@@ -47,12 +50,18 @@ def _capture(options: argparse.Namespace) -> None:
     from pretrain.initialize import shut_down
     from pretrain.trainer import Trainer
 
-    problems = output_problems("OUT.pt", options.output)
-    if options.step < 1:
-        problems.insert(0, f"--step must be at least 1, got {options.step}")
-    if problems:
+    problems = [
+        f"{name} must be at least {least}, got {value}"
+        for name, value, least in (
+            ("--step", options.step, 1),
+            ("--micro-batch", options.micro_batch, 0),
+        )
+        if value < least
+    ]
+    if problems := [*problems, *output_problems("OUT.pt", options.output)]:
         raise ConfigError(problems)
-    capture = Capture(options.step, [p.strip() for p in options.layers.split(",")])
+    layers = [pattern.strip() for pattern in options.layers.split(",")]
+    capture = Capture(options.step, options.micro_batch, layers)
     with tempfile.TemporaryDirectory() as folder:
         own = (
             f"run.dir={folder}", f"train.steps={options.step}", "train.eval_interval=0",
@@ -64,17 +73,20 @@ def _capture(options: argparse.Namespace) -> None:
             Trainer(config, callbacks=[capture]).run()
         finally:
             shut_down()
-    if not all(capture.layers.values()):
+    if not any(capture.layers.values()):
         raise ConfigError(
             f"step {options.step} must be one that is trained; the run starts behind it: choose a "
             "later --step"
         )
-    torch.save({"config": options.config, "step": options.step, "layers": capture.layers},
-               options.output)  # fmt: skip
+    place = {"step": options.step, "micro_batch": options.micro_batch}
+    torch.save({"config": options.config, **place, "layers": capture.layers}, options.output)
     for name, layer in capture.layers.items():
         sizes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in layer.items())
         print(f"{name}: {sizes}")
-    print(f"{options.output}: {options.output.stat().st_size / 1e6:.1f} MB")
+    print(
+        f"{options.output}: step {options.step}, micro-batch {options.micro_batch}, "
+        f"{options.output.stat().st_size / 1e6:.1f} MB"
+    )
 
 
 if __name__ == "__main__":  # saving a checkpoint starts processes that import this file

@@ -84,7 +84,7 @@ def rows_of(run):
     return losses, [row for row in rows if "event" in row], run
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_delayed"])
 def test_a_bad_step_is_skipped_and_its_cause_named(folder, tmp_path, recipe):
     losses, events, run = trained(folder, tmp_path, "skip", [Poison()], recipe)
     (skip,) = [event for event in events if event["event"] == "skip"]

@@ -9,6 +9,7 @@ import yaml
 
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import quantize
+from fused_ops.testing import relative_mse
 from pretrain import captured
 from pretrain.captured import exact_product, gemm_tensors, load_layers, product_errors
 from tests import toy
@@ -102,21 +103,69 @@ def test_the_benchmark_prints_the_errors_without_a_gpu(saved, capsys):
     assert "was not measured" in text
 
 
+def test_a_micro_batch_may_be_chosen(saved, capsys):
+    """The first is that of no choice; the weights are those of the step, the tokens are not."""
+    config, layer = str(saved.parent / "run.yaml"), "layers.1.mlp.linear_fc1"
+    arguments = ["--step", "3", "--layers", layer, "optimizer.lr=1e-3"]
+    found = {0: load_layers(saved)[layer]}
+    out = saved.parent / "second.pt"
+    assert capture.main([config, str(out), *arguments, "--micro-batch", "1"]) == 0
+    assert f"{out}: step 3, micro-batch 1, " in capsys.readouterr().out
+    found[1] = load_layers(out)[layer]
+    assert torch.equal(found[0]["w"], found[1]["w"])
+    assert found[0]["x"].shape == found[1]["x"].shape
+    for name in ("x", "dy"):
+        assert relative_mse(found[1][name], found[0][name]) > 0.1
+    for path, number in ((saved, 0), (out, 1)):
+        assert torch.load(path)["micro_batch"] == number
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "said"),
     [
         (
-            ["--layers", "layers.7.*"],
-            "--layers must match a linear layer; layers.7.* match none of",
+            ["--layers", "layers.7.*", "--micro-batch", "2"],
+            [
+                "--layers must match a linear layer; layers.7.* match none of ",
+                "--micro-batch must be below 2, as many as step 20 has; got 2",
+            ],
         ),
-        (["--step", "0"], "--step must be at least 1, got 0"),
+        # From the third step on batches are of one micro-batch.
+        (
+            [
+                *("--step", "3", "--micro-batch", "1", "train.global_batch_size=4"),
+                "train.step_batch_size_schedule=[[0, 8], [16, 4]]",
+            ],
+            ["--micro-batch must be below 1, as many as step 3 has; got 1"],
+        ),
+        (
+            ["--step", "0", "--micro-batch", "-1"],
+            ["--step must be at least 1, got 0", "--micro-batch must be at least 0, got -1"],
+        ),
     ],
 )
-def test_mistakes(saved, arguments, message, capsys):
+def test_mistakes(saved, arguments, said, capsys, monkeypatch):
+    """Told before anything is trained."""
+    monkeypatch.setattr("pretrain.trainer.train_step", None)
     config = saved.parent / "run.yaml"
     assert capture.main([str(config), str(saved.parent / "no.pt"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    lines = [f"error: {text}" for text in said]
+    errors = capsys.readouterr().err.splitlines()
+    assert [line[: len(start)] for line, start in zip(errors, lines, strict=True)] == lines
     assert not (saved.parent / "no.pt").exists()
+
+
+def test_a_run_that_starts_behind_the_step(saved, tmp_path, capsys, monkeypatch):
+    """Nothing is saved."""
+    monkeypatch.setattr("pretrain.trainer.Trainer._resume", _at_step_five)
+    config = saved.parent / "run.yaml"
+    assert capture.main([str(config), str(tmp_path / "no.pt"), "--step", "5"]) == 2
+    assert "step 5 must be one that is trained" in capsys.readouterr().err
+    assert not (tmp_path / "no.pt").exists()
+
+
+def _at_step_five(trainer):
+    trainer.state.step = 5
 
 
 def test_where_nothing_can_be_written_is_found_before_the_training(saved, tmp_path, capsys):
