@@ -158,7 +158,7 @@ def token_time(
         device: one of DEVICES.
         decode: of the run, for NVFP4 operands.
     """
-    parts = {"products": 0.0, "quantization": 0.0, "attention": 0.0, "scan": 0.0}
+    parts = dict.fromkeys(("products", "row scales", "quantization", "attention", "scan"), 0.0)
     one_by_one: dict[str, None] = {}
     for module in shape.modules():
         recipe = recipes[module.name]
@@ -177,6 +177,11 @@ def token_time(
             if any(map(is_quantized, recipe.specs(gemm))):
                 moved = width * module.calls * _QUANTIZED_BYTES
                 parts["quantization"] += moved / (device.quantize.value * 1e9)
+            # Rows of wgrad's product are not a token's.
+            outputs = {"fprop": module.n, "dgrad": module.k}.get(gemm, 0) * module.calls
+            passes = sum(spec.row_scaled for spec in recipe.specs(gemm))
+            moved = passes * outputs * _ROW_SCALED_BYTES
+            parts["row scales"] += moved / (device.elementwise.value * 1e9)
     rates = {"attention": device.attention, "scan": device.scan}
     for part in fixed_parts(shape):
         name = {"core_attention": "attention", "scan": "scan"}.get(part.name.split(".")[-1])
@@ -187,6 +192,9 @@ def token_time(
 
 
 _QUANTIZED_BYTES = 2.56  # a BF16 value read, a code and its share of a scale written
+# Scales of rows come after the product: its sums are written in FP32 instead of BF16, read, scaled
+# and written, read and rounded. Those of both operands are first multiplied, to as many bytes.
+_ROW_SCALED_BYTES = 2 + 8 + 6
 
 
 def _expert_rate(device: Device, gemm: str, kind: str) -> Figure:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What preflight forecasts beside what was measured on one H200 (BENCHMARKS.md)."""
 
+from dataclasses import replace
+
 import pytest
 
+from fused_ops.formats import OperandSpec
 from models.precision import model_shape
 from models.precision_plan import PrecisionPlan
 from models.throughput import DEVICES, elementwise_bytes, token_time, weight_seconds
@@ -92,6 +95,22 @@ def test_bytes_of_elementwise_work():
     norms, activations = 17 * 6 * 4096, 8 * 8 * 14336
     attention, logits = 8 * 4 * (32 + 2 * 8) * 128, 3 * 32768
     assert elementwise_bytes(shape) == 2 * (norms + activations + attention + logits)
+
+
+def test_row_scales_are_a_pass_over_the_sums():
+    """16 bytes an output for each operand that has them: FP32 sums instead of BF16 ones, read,
+    scaled, written, read, rounded. Dense: 8 layers of QKV, projection, gate and up, down."""
+    _, shape, recipes = opened("dense", "nvfp4_fwd_mxfp8_bwd")
+    outputs = 8 * ((32 + 2 * 8) * 128 + 4096 + 2 * 14336 + 4096)
+    found = token_time(shape, recipes, H200, "exact").parts["row scales"]
+    assert found == pytest.approx(16 * outputs / 4e12)
+    _, _, v1 = opened("dense", "nvfp4")
+    assert token_time(shape, v1, H200, "exact").parts["row scales"] == 0.0
+    rows = OperandSpec(format="nvfp4", row_scaled=True)
+    both = {name: replace(r, dgrad_dy=rows, dgrad_w=rows) for name, r in v1.items()}
+    inputs = 8 * (3 * 4096 + 14336)
+    found = token_time(shape, both, H200, "exact").parts["row scales"]
+    assert found == pytest.approx(2 * 16 * inputs / 4e12)
 
 
 def test_what_weights_take_a_step():
