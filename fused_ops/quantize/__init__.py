@@ -11,7 +11,6 @@ from fused_ops.quantize.api import (
     quantize_decoded,
     quantize_pair,
     quantize_rows_apart,
-    quantize_stale,
     requantize_columns,
 )
 from fused_ops.quantize.delayed import DelayedScaling
@@ -29,6 +28,5 @@ __all__ = [
     "quantize_decoded",
     "quantize_pair",
     "quantize_rows_apart",
-    "quantize_stale",
     "requantize_columns",
 ]
