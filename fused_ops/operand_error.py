@@ -216,8 +216,8 @@ def sums_together(samples: Sequence[Sample]) -> Tensor:
     whole, factors = _below_one_another(samples), _tensor_scales(samples)
     spec, count = whole.spec, len(samples)
     x = _exact(samples).float()
-    q = _one_by_one(whole.unscaled(torch.float32), samples) * factors
     of_blocks = whole.block_scales()
+    q = _one_by_one(replace(whole, scales=of_blocks).unscaled(torch.float32), samples) * factors
     maxima = of_blocks.unflatten(0, (count, -1))
     if spec.block is None:
         scale = factors.expand(x.shape)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from fused_ops import formats
 from fused_ops.formats import OperandSpec
 from fused_ops.operand_error import (
     operand_figures,
@@ -121,6 +122,15 @@ def test_sums_together_are_those_of_each(name, columns):
     assert torch.equal(sums_together(found), torch.stack(alone))
     whole = take_sample(tensors[0], quantized(tensors[0], SPECS[name], columns), columns=columns)
     assert whole.key != found[0].key
+
+
+def test_block_scales_are_decoded_once(monkeypatch):
+    """For the values, and for the blocks that underflow."""
+    decoded, decode = [], formats.decode_fp8
+    monkeypatch.setattr(formats, "decode_fp8", lambda x: decoded.append(x.shape) or decode(x))
+    x = torch.randn(32, 64)
+    operand_sums(take_sample(x, quantized(x, NVFP4), columns=False))
+    assert decoded == [(32, 4)]
 
 
 def test_what_is_a_part_of_the_tensor_may_not_wait():
