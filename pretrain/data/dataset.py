@@ -180,11 +180,6 @@ class ValidationSet:
         self.shards, self.seq_length = shards, seq_length
         self.vocab_size, self.eod_id = shards.manifest.vocab_size, shards.manifest.eod_id
         self.fingerprint = shards.manifest.fingerprint()
-        if shards.tokens < 2:
-            raise DataError(
-                f"validation data must hold at least 2 tokens; {shards.directory} has "
-                f"{shards.tokens}: give a larger folder"
-            )
 
     def __len__(self) -> int:
         return -(-(self.shards.tokens - 1) // self.seq_length)
@@ -241,8 +236,10 @@ def open_dataset(
     if isinstance(sources, str):
         sources = [SourceConfig(path=sources)]
     remote = Remote(config)
-    manifests = _all([partial(open_manifest, source.path, remote) for source in sources])
-    _check_same(manifests, [source.path for source in sources], vocab_size)
+    paths = [source.path for source in sources]
+    opening = [partial(_training_manifest, path, remote, seq_length) for path in paths]
+    *manifests, phases = _all([*opening, partial(_phases, sources)])
+    _check_same(manifests, paths, vocab_size)
     segments = parse_segments(state)
     now = Segment(
         first_sample=0,
@@ -254,9 +251,8 @@ def open_dataset(
             SourceState(path=s.path, fingerprint=m.fingerprint(), tokens=m.tokens)
             for s, m in zip(sources, manifests)
         ],
-        phases=_phases(sources),
+        phases=phases,
     )
-    _check_windows(now)
     changed = bool(segments) and not segments[-1].same_as(now)
     if not segments:
         segments = [now]
@@ -295,16 +291,25 @@ def open_earlier(config: DataConfig, segments: list[Segment], sample: int) -> Da
     return Dataset(shards, then)
 
 
-def _check_windows(segment: Segment) -> None:
-    """Every source holds a window, or DataError."""
-    problems = []
-    for source in segment.sources:
-        try:
-            SourceOrder(tokens=source.tokens, seq_length=segment.seq_length, key=0)
-        except ValueError as error:
-            problems.append(f"{source.path}: {error}")
-    if problems:
-        raise DataError(problems)
+def _training_manifest(path: str, remote: Remote, seq_length: int) -> Manifest:
+    """Of a source that holds a window, or DataError."""
+    manifest = open_manifest(path, remote)
+    try:
+        SourceOrder(tokens=manifest.tokens, seq_length=seq_length, key=0)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
+    return manifest
+
+
+def _validation_manifest(path: str, remote: Remote) -> Manifest:
+    """Of a set that holds an input and its label, or DataError."""
+    manifest = open_manifest(path, remote)
+    if manifest.tokens < 2:
+        raise DataError(
+            f"validation data must hold at least 2 tokens; {path} has {manifest.tokens}: give a "
+            "larger folder"
+        )
+    return manifest
 
 
 def open_validation(
@@ -315,11 +320,10 @@ def open_validation(
         return {}
     paths = {"": config.valid} if isinstance(config.valid, str) else config.valid
     remote = Remote(config)
-    manifests = _all([partial(open_manifest, path, remote) for path in paths.values()])
+    manifests = _all([partial(_validation_manifest, path, remote) for path in paths.values()])
     _check_same(manifests, list(paths.values()), vocab_size)
     shards = _all([partial(open_shards, p, m, remote) for p, m in zip(paths.values(), manifests)])
-    sets = _all([partial(ValidationSet, opened, seq_length) for opened in shards])
-    return dict(zip(paths, sets))
+    return {name: ValidationSet(opened, seq_length) for name, opened in zip(paths, shards)}
 
 
 def open_both(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches: elastic in ranks and micro-batch size, document boundaries, validation."""
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from pretrain.data import (
     open_validation,
 )
 from pretrain.data.batch_sizes import check_batch_sizes
+from pretrain.data.dataset import open_both
 from pretrain.data.loader import BatchOptions
 from tests.pretrain.data.shard_folders import EOD, VOCAB, documents, write_folder
 
@@ -258,13 +260,27 @@ def test_named_validation_sets(folders):
     assert open_validation(DataConfig(train=str(folders / "a")), SEQ) == {}
 
 
-def test_all_problems_of_the_sources_come_at_once(folders):
+def test_all_problems_of_the_sources_come_at_once(tmp_path):
+    """Those that are not there, those that are too short, and the weights of them."""
+    for name, tokens in (("short", 3), ("single", 1)):
+        write_folder(tmp_path / name, [np.arange(tokens)], num_shards=1)
+    gone, short, other, single = (str(tmp_path / n) for n in ("gone", "short", "other", "single"))
     bad = DataConfig(
-        train=[SourceConfig(path="nowhere/1"), SourceConfig(path="nowhere/2", weight=-1)]
+        train=[SourceConfig(path=gone), SourceConfig(path=short, weight=-1)],
+        valid={"near": other, "far": single},
     )
     with pytest.raises(ConfigError) as caught:
-        open_dataset(bad, SEQ, seed=1)
-    assert len(caught.value.problems) == 2
+        open_both(bad, SEQ, seed=1)
+    said = (
+        f"a data folder must exist; there is no {gone}",
+        rf"{short}: a source must hold .* seq_length \+ 1 = 17 tokens; it holds 3",
+        f"a weight must be finite and not negative; {short} has -1",
+        f"a data folder must exist; there is no {other}",
+        f"validation data must hold at least 2 tokens; {single} has 1: give",
+    )
+    assert len(caught.value.problems) == len(said)
+    for found, pattern in zip(caught.value.problems, said):
+        assert re.search(pattern, found), found
 
 
 def test_sources_must_fit_together_and_the_model(folders, tmp_path):
