@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat, light_imports
+from pretrain import cpu_compat
 from pretrain.logs import log_to_stderr
 from pretrain.redact import mask_text
 
@@ -33,7 +33,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     _quiet()
     cpu_compat.enable()  # before megatron-core is imported, here and in the rooms below
-    light_imports.import_megatron()
     try:
         from pretrain.run import run
 

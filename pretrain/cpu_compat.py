@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets megatron-core run on a machine without CUDA. On a GPU machine it does nothing.
+"""Lets megatron-core run on a machine without CUDA. On a GPU machine it replaces nothing.
 
 megatron-core asks `torch.cuda` for streams, memory counters, the current device and a generator,
 and passes `device="cuda"` in a dozen places. `enable()` answers those questions with the CPU's:
@@ -12,12 +12,9 @@ in megatron-core that need each piece are named beside it.
 """
 
 import contextlib
-import importlib.abc
-import importlib.machinery
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 try:
@@ -30,6 +27,8 @@ except ModuleNotFoundError:
     )
     sys.exit(2)
 
+from pretrain import light_imports
+
 _CPU = torch.device("cpu")
 # Where they are installed, megatron-core sums gradient norms and updates weights with them.
 _CUDA_ONLY = ("transformer_engine", "apex")
@@ -39,10 +38,14 @@ _mode: "_CudaMeansCpu | None" = None
 def enable() -> bool:
     """Make megatron-core usable on this CPU. Returns whether anything is, or was, replaced.
 
-    May be called any number of times. Returns False and touches nothing where CUDA is available.
+    May be called any number of times. Where CUDA is available it returns False, and does no more
+    than what it does everywhere: megatron-core is imported without what no start needs
+    (`light_imports`).
     """
     global _mode
-    if torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    light_imports.install(compiled=on_gpu)
+    if on_gpu:
         return False
     if _mode is not None:
         return True
@@ -52,7 +55,7 @@ def enable() -> bool:
     if compiler := sys.modules.get("torch._dynamo"):
         compiler.config.disable = True
     else:
-        sys.meta_path.insert(0, _DynamoFinder())
+        light_imports.import_within("torch._dynamo", _loading_compiler)
     _mode = _CudaMeansCpu()
     _mode.__enter__()
     _keep_mode_in_backward(_mode)
@@ -187,35 +190,13 @@ class _Event:
         return 0.0
 
 
-class _DynamoFinder(importlib.abc.MetaPathFinder):
-    """Loads torch's compiler when something asks for it: seconds, which a refused start has not."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch._dynamo":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _DynamoLoader(spec.loader)
-        return spec
-
-
-class _DynamoLoader(importlib.abc.Loader):
-    """Its tables are built from the true functions of `torch.cuda`, and it compiles nothing:
-    `jit_fuser` and the bare `@torch.compile` of transformer/moe/router.py run eagerly."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        with _true_functions():
-            self._loader.exec_module(module)
-        module.config.disable = True
+@contextlib.contextmanager
+def _loading_compiler() -> Iterator[None]:
+    """Its tables are built from the true functions of `torch.cuda`, and it compiles nothing: a bare
+    `@torch.compile` runs eagerly."""
+    with _true_functions():
+        yield
+    sys.modules["torch._dynamo"].config.disable = True
 
 
 def _no_properties(device: object = None) -> Any:

@@ -1,33 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core without what the checks of a start do not need: a mistake is said sooner.
+"""megatron-core without what it imports and no start needs: every program is there sooner.
 
-On a machine of two slow cores wandb takes 1.4 s, torch's compiler and its back end 3 s of the 7 s
-from the command to the first word about a mistake in a run file.
+On a machine of two slow cores wandb takes 1.4 s, torch's compiler and its back end 5 s of the 10 s
+from a command to its first word.
 """
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from pretrain import cpu_compat
 
-
-def import_megatron() -> None:
-    """Imports `megatron.core`: without wandb and TensorBoard, and on a CPU not compiled.
+def install(compiled: bool) -> None:
+    """From now on `megatron.core` is imported without wandb and TensorBoard.
 
     `megatron.core.timers` would import both to write its timers there, which no run asks for; a
-    run that logs to one of them imports it itself. `jit_fuser` is `torch.compile`, whose decorator
-    loads all of it; under `cpu_compat`, which must have been enabled, nothing is compiled anyway.
+    run that logs to one of them imports it itself.
+
+    Args:
+        compiled: whether functions under `jit_fuser`, which is `torch.compile`, are compiled. Its
+            decorator loads the whole compiler: where it would compile nothing it is left out.
     """
-    with contextlib.ExitStack() as held:
-        for name in ("wandb", "torch.utils.tensorboard"):
-            held.enter_context(_absent(name))
-        if cpu_compat.is_enabled():
-            held.enter_context(_not_compiled())
-        import megatron.core  # noqa: F401
+
+    @contextlib.contextmanager
+    def light() -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            for name in ("wandb", "torch.utils.tensorboard"):
+                held.enter_context(_absent(name))
+            if not compiled:
+                held.enter_context(_not_compiled())
+            yield
+
+    import_within("megatron.core", light)
+
+
+def import_within(name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """When something imports the module `name`, that happens inside of `context()`."""
+    if not any(isinstance(each, _Finder) and each.name == name for each in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, context))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self.name, self.context = name, context
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.context)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._loader, self._context = loader, context
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        with self._context():
+            self._loader.exec_module(module)
 
 
 @contextlib.contextmanager

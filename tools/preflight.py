@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
-from pretrain import cpu_compat, light_imports
+from pretrain import cpu_compat
 from pretrain.command_line import refused, run_program
 
 
@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h200", help="h200, b200 or gb300 (%(default)s)")
     options = parser.parse_intermixed_args(arguments)
     cpu_compat.enable()
-    light_imports.import_megatron()
     from models.throughput import DEVICES
     from pretrain.preflight import preflight
     from pretrain.preflight_text import render

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake in a run file is said before anything slow is imported."""
+"""A mistake in a run file is said, and a program starts, before anything slow is imported."""
 
 import json
 import subprocess
@@ -18,8 +18,10 @@ from pretrain.__main__ import main
 from tools.preflight import main as preflight
 
 wrong = ["examples/quickstart.yaml", "parallel.pipeline_model_parallel_size=3"]
-slow = ("wandb", "torch.utils.tensorboard", "torch._dynamo", "torch._inductor")
 said = {"status": [main(wrong), preflight(wrong)]}
+import pretrain.evaluate, pretrain.trainer, tools.convert, tools.generate, tools.mismatch
+
+slow = ("wandb", "torch.utils.tensorboard", "torch._dynamo", "torch._inductor")
 said["loaded"] = [name for name in slow if name in sys.modules]
 compiled = torch.compile(lambda x: x + 1)  # loads the compiler: now, and no earlier
 said["result"] = compiled(torch.ones(2)).tolist()
@@ -37,7 +39,7 @@ json.dump(said, open(sys.argv[1], "w"))
 """
 
 
-def test_a_refusal_loads_neither_wandb_nor_the_compiler(tmp_path):
+def test_neither_a_refusal_nor_a_start_loads_wandb_or_the_compiler(tmp_path):
     """Both are there when something asks for them, and then as `cpu_compat` promises."""
     found = tmp_path / "said.json"
     command = [sys.executable, "-c", _PROGRAM, str(found)]
