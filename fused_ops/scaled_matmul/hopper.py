@@ -207,11 +207,8 @@ def scaled_matmul(
     dtype = out_dtype if fused else torch.float32
     right = _padded_rows(right, 8)
     out = torch.empty((rows, right.shape[0]), dtype=dtype, device=left.device)
-    cublaslt.matmul(left, right, alpha, out=out)
-    out = out[:, :cols]
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype).contiguous()
+    total = cublaslt.matmul(left, right, alpha, out=out)[:, :cols]
+    return reference.finish(total, None, out_dtype, None, beta, bias).contiguous()
 
 
 def _padded_rows(x: Tensor, multiple: int) -> Tensor:

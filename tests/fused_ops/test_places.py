@@ -70,6 +70,23 @@ def test_a_high_precision_operand_may_begin_anywhere(library, first):
     assert_bitwise_equal(got, want)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cols", [45, 48])
+def test_outputs_whose_rows_the_library_does_not_write(library, out_dtype, cols):
+    """Of a size that is no multiple of 8, and with a bias, which is added before the rounding. Sums
+    of whole numbers are exact in any order."""
+    torch.manual_seed(0)
+    whole = (torch.randint(-8, 9, (rows, 64)).bfloat16() for rows in (30, cols))
+    a, b = (quantize(x, MXFP8) for x in whole)
+    for bias in (None, torch.randn(cols)):
+        options = {"out_dtype": out_dtype, "bias": bias}
+        got = scaled_matmul(a, b, implementation="hopper", **options)
+        want = scaled_matmul(a, b, implementation="reference", **options)
+        assert got.is_contiguous()
+        assert_bitwise_equal(got, want)
+    assert library == [False, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "exact", "fp8"])
 @pytest.mark.parametrize("first", FIRST)
