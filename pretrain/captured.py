@@ -80,13 +80,13 @@ class Capture(Callback):
         """(global name, layer) of what is captured, asked before step `step`."""
         bound = trainer.engine.plan.bound
         plain = {name: module for name, module in bound if module.weight.dim() == 2}
-        found = [name for pattern in self.patterns for name in fnmatch.filter(plain, pattern)]
-        problems = []
-        if not found:
-            problems.append(
-                f"--layers must match a linear layer; {', '.join(self.patterns)} match none of "
-                f"{', '.join(plain)}; patterns may have *"
-            )
+        found = {pattern: fnmatch.filter(plain, pattern) for pattern in self.patterns}
+        problems = [
+            f"--layers must match linear layers; {pattern} matches none of {', '.join(plain)}; "
+            "patterns may have *"
+            for pattern, names in found.items()
+            if not names
+        ]
         train, consumed = trainer.config.train, trainer.state.consumed_samples
         for _ in range(step, self.step):
             consumed += train.batch_sizes.at(consumed)
@@ -98,7 +98,8 @@ class Capture(Callback):
             )
         if problems:
             raise ConfigError(problems)
-        return [(name, module) for name, module in plain.items() if name in found]
+        wanted = {name for names in found.values() for name in names}
+        return [(name, module) for name, module in plain.items() if name in wanted]
 
 
 def load_layers(path: Path) -> dict[str, Layer]:

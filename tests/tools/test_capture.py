@@ -124,9 +124,10 @@ def test_a_micro_batch_may_be_chosen(saved, capsys):
     ("arguments", "said"),
     [
         (
-            ["--layers", "layers.7.*", "--micro-batch", "2"],
+            ["--layers", "layers.7.*,*.linear_fc1,*.linear", "--micro-batch", "2"],
             [
-                "--layers must match a linear layer; layers.7.* match none of ",
+                "--layers must match linear layers; layers.7.* matches none of layers.0.self_",
+                "--layers must match linear layers; *.linear matches none of layers.0.self_",
                 "--micro-batch must be below 2, as many as step 20 has; got 2",
             ],
         ),
