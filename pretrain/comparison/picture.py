@@ -69,7 +69,10 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
     kinds = [kind for kind in _TITLES if any(found[kind] for found in drawn.values())]
     if not kinds:
         return False
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(6.2 * len(kinds), 4.6), squeeze=False)
+    # Beside few rows there is room for their legend; many have theirs below the panels.
+    columns, few = 2 * len(kinds), len(drawn) < 10
+    size = 6.2 * len(kinds), 4.6 + (0 if few else 0.15 * math.ceil(len(drawn) / columns))
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=size, squeeze=False, layout="constrained")
     for axis, kind in zip(axes[0], kinds):
         for number, (label, found) in enumerate(drawn.items()):
             if not found[kind]:
@@ -99,14 +102,11 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
         for axis in axes[0]
         for handle, label in zip(*axis.get_legend_handles_labels())
     }
-    axes[0][0].legend(
-        list(named.values()),
-        list(named),
-        fontsize=8 if len(drawn) < 10 else 6,
-        ncols=1 + len(drawn) // 10,
-        handlelength=2.0 if len(drawn) <= len(COLOURS) else 5.0,  # whole dashes and dots
-    )
-    figure.tight_layout()
+    if few:
+        axes[0][0].legend(list(named.values()), list(named), fontsize=8)
+    else:  # long enough for whole dashes and dots
+        options = {"loc": "outside lower center", "ncols": columns, "handlelength": 5.0}
+        figure.legend(list(named.values()), list(named), fontsize=7, **options)
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
     return True

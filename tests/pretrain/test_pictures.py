@@ -5,6 +5,7 @@ import re
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pretrain.comparison import picture
 from pretrain.comparison.compare import base_row, load_rows
@@ -44,7 +45,7 @@ def test_no_two_rows_of_many_look_alike(rows, tmp_path, monkeypatch):
         return plot(axis, *points, **options)
 
     monkeypatch.setattr(Axes, "plot", note)
-    write_png(many, base, tmp_path / "a.png")
+    write_png(many, base, tmp_path / "a.png", dpi=40)
     looks = {label: (colour, style) for colour, style, label in drawn}
     assert len(looks) == len(set(looks.values())) == 40
     assert looks["row 3"][1] == looks["row 11"][1] == "-"
@@ -71,23 +72,48 @@ def test_no_two_rows_of_many_look_alike(rows, tmp_path, monkeypatch):
     assert looks[24] == ["#2f6fde", "8 5 1 5"]
 
 
+def test_the_legend_of_many_rows_hides_no_curve(rows, tmp_path, monkeypatch):
+    """Names as long as studies have them; few rows have theirs in a panel, where there is room."""
+    base, many = _many(rows, 20)
+    for number, row in enumerate(many):
+        row.label = f"nvfp4_fast_tail_late_bf16_{number}" if number else row.label
+    seen, save = [], Figure.savefig
+
+    def note(figure, *place, **options):
+        save(figure, *place, **options)
+        legends = [axis.get_legend() for axis in figure.axes]
+        panels = [axis.get_window_extent() for axis in figure.axes]
+        seen.append((figure.legends, [one for one in legends if one], panels, figure.bbox))
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    write_png(many, base, tmp_path / "many.png")
+    write_png(many[:4], base, tmp_path / "few.png")
+    [([legend], inside, panels, whole), few] = seen
+    assert inside == []
+    box = legend.get_window_extent()
+    assert box.y1 < min(panel.y0 for panel in panels)
+    assert 0 <= box.x0 < box.x1 <= whole.x1
+    assert box.y0 >= 0
+    assert (len(few[0]), len(few[1])) == (0, 1)
+
+
 def test_no_two_dots_of_many_look_alike(rows, tmp_path, monkeypatch):
     """A row of one evaluation has no dashes: dots of one colour differ in shape, and keys show it,
     although the curves of another panel are too long for dots."""
     base, many = _many(rows, 64)
-    whole, legend, looks = picture.curves, Axes.legend, {}
+    whole, legend, looks = picture.curves, Figure.legend, {}
 
     def curves(*of):
         found = {kind: points[-1:] for kind, points in whole(*of).items()}
         return {**found, "training": 40 * found["training"]}
 
-    def note(axis, handles, labels, **options):
+    def note(figure, handles, labels, **options):
         looks.update({k: (h.get_color(), str(h.get_marker())) for k, h in zip(labels, handles)})
-        return legend(axis, handles, labels, **options)
+        return legend(figure, handles, labels, **options)
 
     monkeypatch.setattr(picture, "curves", curves)
-    monkeypatch.setattr(Axes, "legend", note)
-    write_png(many, base, tmp_path / "a.png")
+    monkeypatch.setattr(Figure, "legend", note)
+    write_png(many, base, tmp_path / "a.png", dpi=40)
     assert len(looks) == len(set(looks.values())) == 64
     assert looks["row 11"][1] == "o"
 
