@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from pretrain.comparison.gaps import mean_curve, paired_gaps, training_gaps
 from pretrain.comparison.runs import FORWARDS, Row
@@ -18,6 +19,8 @@ COLOURS = (
     *("#2f6fde", "#d9541e", "#16876b", "#8a4bc4", "#b4232f", "#5b7fa8", "#b9a44c", "#d2527f"),
     *("#4a5160", "#5a9e2f", "#c07f3a", "#3aa6b9"),
 )
+Point = tuple[int, float, float, float]
+"""Tokens; mean, lowest and highest gap over seeds."""
 _TITLES = {
     "own": "Validation gap, own forward, %",
     "bf16": "Validation gap, BF16 forward, %",
@@ -44,8 +47,8 @@ def _corners(number: int) -> list[tuple[float, float]]:
     return [(corner.imag, corner.real) for corner in ring]
 
 
-def curves(row: Row, base: Row) -> dict[str, list[tuple[int, float, float, float]]]:
-    """By kind (own, bf16, training): (tokens, mean, lowest, highest gap over seeds)."""
+def curves(row: Row, base: Row) -> dict[str, list[Point]]:
+    """By kind: own, bf16, training."""
     found = {name: mean_curve(paired_gaps(row, base, name)) for name in FORWARDS}
     found["training"] = mean_curve(training_gaps(row, base))
     tokens = next(iter(row.runs.values())).tokens
@@ -75,23 +78,8 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
     figure, axes = pyplot.subplots(1, len(kinds), figsize=size, squeeze=False, layout="constrained")
     for axis, kind in zip(axes[0], kinds):
         for number, (label, found) in enumerate(drawn.items()):
-            if not found[kind]:
-                continue
-            x, mean, low, high = zip(*found[kind])
-            colour = COLOURS[number % len(COLOURS)]
-            axis.plot(
-                x,
-                mean,
-                linestyle=(0, _dashes(number)) if _dashes(number) else "-",
-                dash_capstyle="round",
-                color=colour,
-                label=label,
-                linewidth=1.6,
-                marker=_corners(number) or "o",  # a single evaluation has no line
-                markevery=None if len(x) < 30 else [],  # none; the legend has one
-                ms=3.5,
-            )
-            axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            if found[kind]:
+                _plot(axis, number, label, found[kind])
         axis.axhline(0.0, color="#888888", linewidth=0.8)
         axis.set_title(f"{_TITLES[kind]} (base: {base.label})", fontsize=10)
         axis.set_xlabel("tokens")
@@ -104,12 +92,37 @@ def write_png(rows: Sequence[Row], base: Row, path: Path, dpi: int = 130) -> boo
     }
     if few:
         axes[0][0].legend(list(named.values()), list(named), fontsize=8)
-    else:  # long enough for whole dashes and dots
-        options = {"loc": "outside lower center", "ncols": columns, "handlelength": 5.0}
-        figure.legend(list(named.values()), list(named), fontsize=7, **options)
+    else:
+        figure.legend(
+            list(named.values()),
+            list(named),
+            loc="outside lower center",
+            fontsize=7,
+            ncols=columns,
+            handlelength=5.0,  # whole dashes and dots
+        )
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
     return True
+
+
+def _plot(axis: Any, number: int, label: str, points: Sequence[Point]) -> None:
+    """A row's curve and its band."""
+    x, mean, low, high = zip(*points)
+    colour = COLOURS[number % len(COLOURS)]
+    axis.plot(
+        x,
+        mean,
+        linestyle=(0, _dashes(number)) if _dashes(number) else "-",
+        dash_capstyle="round",
+        color=colour,
+        label=label,
+        linewidth=1.6,
+        marker=_corners(number) or "o",  # a single evaluation has no line
+        markevery=None if len(x) < 30 else [],  # none; the legend has one
+        ms=3.5,
+    )
+    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def write_html(
