@@ -153,17 +153,17 @@ def _model(
                 f"{model}-{name} must differ from {base_row} in its precision alone; it does in "
                 f"{'; '.join(texts)}"
             )
-    config = make_config(runs[0].data)
+    first = {name: next(run for run in runs if run.row == name) for name in names}
+    configs = {name: make_config(run.data) for name, run in first.items()}
+    config = configs[names[0]]
     return {
         "name": model,
         "steps": runs[0].steps,
         "tokens": tokens_of(config),
         "data_tokens": held.tokens if (held := _manifest(config)) else known,
         "tokens_per_parameter": round(tokens_per_parameter(rows[names[0]]), 3),
-        "starts": starts({name: _config(runs, name) for name in names}, rows),
-        "rows": [
-            _row(name, [run for run in runs if run.row == name], rows[name]) for name in names
-        ],
+        "starts": starts(configs, rows),
+        "rows": [_row(first[name], configs[name], rows[name]) for name in names],
     }
 
 
@@ -184,10 +184,6 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _config(runs: Sequence[StudyRun], row: str) -> PretrainConfig:
-    return make_config(next(run.data for run in runs if run.row == row))
-
-
 def _manifest(config: PretrainConfig) -> Manifest | None:
     """Of the training data; None where it is not here, or is a blend."""
     try:
@@ -196,18 +192,18 @@ def _manifest(config: PretrainConfig) -> Manifest | None:
         return None
 
 
-def _row(name: str, runs: Sequence[StudyRun], row: Row) -> dict[str, Any]:
-    config = make_config(runs[0].data)
+def _row(first: StudyRun, config: PretrainConfig, row: Row) -> dict[str, Any]:
+    """`first`: the run of its first seed, `config` what that trained."""
     held = _manifest(config)
     vocab_size = held.vocab_size if held else None
     four_bit, four_bit_all, low_bit = shares(config, vocab_size)
     return {
-        "row": name,
+        "row": first.row,
         "precision": precision_key(row.settings),
         "four_bit": round(four_bit, 4),
         "four_bit_all": None if four_bit_all is None else round(four_bit_all, 4),
         "low_bit": round(low_bit, 4),
-        "numerics": evidence(runs[0].folder, runs[0].steps),
+        "numerics": evidence(first.folder, first.steps),
         "runs": [_run(row.runs[seed]) for seed in sorted(row.runs)],
     }
 
