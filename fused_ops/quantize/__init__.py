@@ -11,6 +11,7 @@ from fused_ops.quantize.api import (
     quantize_decoded,
     quantize_pair,
     quantize_rows_apart,
+    quantize_stale,
     requantize_columns,
 )
 from fused_ops.quantize.delayed import DelayedScaling
@@ -28,5 +29,6 @@ __all__ = [
     "quantize_decoded",
     "quantize_pair",
     "quantize_rows_apart",
+    "quantize_stale",
     "requantize_columns",
 ]

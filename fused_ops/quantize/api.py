@@ -247,6 +247,33 @@ def dequantize(
     return decoded
 
 
+def quantize_stale(
+    x: Tensor, spec: OperandSpec, amax: Tensor, *, margin: int = 2, **options: object
+) -> tuple[QuantizedTensor, bool]:
+    """Quantize to pow2 scales with the amax of an earlier step; redo it where that does not fit.
+
+    Saves the pass over x that finds its amax. `margin` binades are kept free above; if any block
+    falls outside the range, the tensor is quantized again with its own amax (and what is still
+    outside then spans more than 15 binades, and stays counted in `out_of_range`).
+
+    Args:
+        x, spec: as in `quantize`; spec must have pow2 scales.
+        amax: fp32 scalar of an earlier step.
+        options: further arguments of `quantize`.
+    Returns:
+        The result, and whether it was redone. Reads a device flag: one synchronization.
+    """
+    if not spec.is_pow2:
+        refuse(
+            f"only nvfp4 with pow2 scales can use a stale amax; got {spec.label!r}: use quantize()"
+        )
+    first = quantize(x, spec, amax=amax * 2.0**margin, **options)  # type: ignore[arg-type]
+    assert first.out_of_range is not None
+    if not bool(first.out_of_range.any()):
+        return first, False
+    return quantize(x, spec, **options), True  # type: ignore[arg-type]
+
+
 def _check(x: Tensor, spec: OperandSpec) -> None:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         refuse(

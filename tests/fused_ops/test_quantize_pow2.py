@@ -7,7 +7,7 @@ import torch
 from fused_ops.cases import KINDS, make_input
 from fused_ops.codecs import decode_e2m1, decode_fp8
 from fused_ops.formats import OperandSpec
-from fused_ops.quantize import operand_amax, quantize, quantize_rows_apart
+from fused_ops.quantize import operand_amax, quantize, quantize_rows_apart, quantize_stale
 from fused_ops.quantize.hadamard import rotate
 from fused_ops.testing import assert_bitwise_equal, relative_mse, slope, slope_at_block_maxima
 
@@ -97,20 +97,21 @@ def test_smallest_blocks_flush_on_the_grid_of_the_smallest_scale():
     assert q.out_of_range.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("spec", "clamped"), [(POW2, 124), (BETTER, 128), (RANDOM, 124)])
-def test_values_do_not_depend_on_a_shift_whose_range_holds_every_block(spec, clamped):
-    """So it may be of an earlier amax; the blocks that it does not hold are counted."""
+@pytest.mark.parametrize("spec", [POW2, BETTER, RANDOM], ids=lambda s: s.label)
+def test_a_stale_shift_is_used_while_it_fits_and_redone_when_not(spec):
     x = make_input("gaussian", (32, 64), seed=5)
     amax = x.float().abs().max()
     expected = quantize(x, spec, key=KEY).dequantize()
-    for factor in (4.0, 1.2):
-        q = quantize(x, spec, amax=amax * factor, key=KEY)
+    for factor, redone in ((1.0, False), (0.3, False), (0.02, True), (2.0**12, True)):
+        q, again = quantize_stale(x, spec, amax * factor, key=KEY)
+        assert again is redone, factor
         assert q.out_of_range.tolist() == [0, 0]
         assert_bitwise_equal(q.dequantize(), expected)
-    for factor, outside in ((0.08, [128, 0]), (2.0**14, [0, clamped])):
-        q = quantize(x, spec, amax=amax * factor, key=KEY)
-        assert q.out_of_range.tolist() == outside
-        assert not torch.equal(q.dequantize(), expected)
+
+
+def test_a_stale_amax_is_refused_where_every_code_depends_on_it():
+    with pytest.raises(ValueError, match="use quantize"):
+        quantize_stale(torch.ones(2, 16), OperandSpec(format="nvfp4"), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,9 @@ def test_half_a_scale_that_is_clamped_is_counted():
     clamped = quantize(x, BETTER, amax=x.abs().amax() * 2.0**14)
     assert clamped.out_of_range.tolist() == [0, 64]
     assert not torch.equal(clamped.dequantize(), own.dequantize())
+    redone, was = quantize_stale(x, BETTER, x.abs().amax() * 2.0**12, margin=2)
+    assert was
+    assert torch.equal(redone.dequantize(), own.dequantize())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
