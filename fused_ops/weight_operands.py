@@ -161,6 +161,13 @@ def decoded_bound(spec: OperandSpec, amax: Tensor) -> Tensor:
     return amax * (0.5 if spec.is_pow2 else 1.125)
 
 
+def follows_weight(spec: OperandSpec) -> bool:
+    """Whether codes of a weight follow from its values of now alone, in its own axes: neither
+    dithered, nor rotated, nor scaled by the amax of earlier steps."""
+    is_own = not (spec.is_random or spec.hadamard or spec.format == "fp8_delayed")
+    return is_quantized(spec) and is_own
+
+
 def is_symmetric(spec: OperandSpec) -> bool:
     """Whether the codes of the transpose are the transposed codes."""
     square = spec.block is None or spec.block[0] == spec.block[1]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that megatron-core insists on building itself become ours."""
+"""Objects that megatron-core insists on building itself become ours."""
 
-import torch
+from typing import Any
 
 
-def adopt[T: torch.nn.Module](module: torch.nn.Module, cls: type[T]) -> T:
-    """`module` as one of `cls`, whose last base is megatron-core's class that the module is of."""
-    assert type(module) is cls.__bases__[-1], f"{cls.__name__} cannot adopt {type(module)}"
-    module.__class__ = cls
-    assert isinstance(module, cls)
-    return module
+def adopt[T](thing: Any, cls: type[T]) -> T:
+    """`thing` as one of `cls`, whose last base is megatron-core's class that it is of."""
+    assert type(thing) is cls.__bases__[-1], f"{cls.__name__} cannot adopt {type(thing)}"
+    thing.__class__ = cls
+    assert isinstance(thing, cls)
+    return thing

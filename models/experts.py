@@ -91,16 +91,7 @@ class GroupedLinear(GemmModule, torch.nn.Module):
         """x [tokens, in] sorted by expert -> [tokens, out], and biases that were not added."""
         if is_dynamo_compiling():
             return outside_graph(self.forward, x, tokens_per_expert)
-        comm = TensorParallelComm(
-            kind="column" if self.column else "row",
-            recipe=self.recipe,
-            tp_group=self.tp_group,
-            expert_group=self.expert_group,
-            amax_scope=self.amax_scope,
-            weight_shape=(self.weight.shape[1], self.weight.shape[2]),
-            segments=(self.weight.shape[1] // 2,) * 2 if self.halves == 2 else (),
-            tokens=token_count(x),
-        )
+        comm = self.comm(tokens=token_count(x))
         first = dist.get_rank(self.ep_group) * self.num_local_experts
         call = self.gemm_call(self.weight, comm, first_expert=first)
         y = grouped_linear(x, self.weight, tokens_per_expert, call=call)
@@ -110,6 +101,19 @@ class GroupedLinear(GemmModule, torch.nn.Module):
             return y, list(self.bias.unbind(0))
         (counts,) = to_device([torch.tensor(tokens_per_expert, device="cpu")], x.device)
         return y + self.bias.repeat_interleave(counts, 0, output_size=len(x)), None
+
+    def comm(self, **tokens: Any) -> TensorParallelComm:
+        """Signature: `GemmModule.comm`."""
+        return TensorParallelComm(
+            kind="column" if self.column else "row",
+            recipe=self.recipe,
+            tp_group=self.tp_group,
+            expert_group=self.expert_group,
+            amax_scope=self.amax_scope,
+            weight_shape=(self.weight.shape[1], self.weight.shape[2]),
+            segments=(self.weight.shape[1] // 2,) * 2 if self.halves == 2 else (),
+            **tokens,
+        )
 
     def backward_dw(self) -> None:
         """Nothing is delayed."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fused_ops.recipe import is_quantized
 from fused_ops.weight_operands import decodes_once, shares_codes
 from models.config import ParallelConfig
 from models.flops import MAMBA_CONV, ModelShape, head_norms, sinks
@@ -110,14 +111,22 @@ def is_expert(module: GemmShape) -> bool:
 
 def local_elements(module: GemmShape, parallel: ParallelConfig) -> int:
     """Elements of a linear layer on one rank, bias included."""
-    rows = module.name.endswith(ROW_PARALLEL)
+    weight = _weight_elements(module, parallel)
+    if not module.bias:
+        return weight
+    if is_expert(module):
+        return weight + module.copies // parallel.expert_model_parallel_size * module.n
+    whole = module.name.endswith((*ROW_PARALLEL, *DUPLICATED))
+    return weight + module.n // (1 if whole else parallel.tensor_model_parallel_size)
+
+
+def _weight_elements(module: GemmShape, parallel: ParallelConfig) -> int:
+    """The same of the weight alone."""
     if is_expert(module):
         etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-        copies = module.copies // parallel.expert_model_parallel_size
-        return copies * (module.k * module.n // etp + (module.n if module.bias else 0))
+        return module.copies // parallel.expert_model_parallel_size * (module.k * module.n // etp)
     tp = 1 if module.name.endswith(DUPLICATED) else parallel.tensor_model_parallel_size
-    bias = (module.n if rows else module.n // tp) if module.bias else 0
-    return module.k * module.n // tp + bias
+    return module.k * module.n // tp
 
 
 def _small(config: Any, symbol: str, norm: int, tp: int) -> tuple[int, int]:
@@ -184,6 +193,25 @@ def code_bytes(modules: Iterable[GemmShape], parallel: ParallelConfig, recipes: 
             total += elements
         elif not shares_codes(recipe.fprop_w, recipe.dgrad_w):
             total += elements * bytes_of(recipe.dgrad_w, 0.0)
+    return total
+
+
+def path_bytes(
+    modules: Iterable[GemmShape], parallel: ParallelConfig, shared: Sharing, recipes: Any
+) -> float:
+    """Bytes of the paths of weights whose oscillation is followed, on one rank: three FP32 numbers
+    beside each master of a weight that the forward multiplies as codes.
+
+    Args:
+        modules: of the rank.
+        shared: from `sharing`.
+        recipes: recipe of each layer by global name.
+    """
+    total = 0.0
+    for module in modules:
+        if is_quantized(recipes[module.name].fprop_w):
+            ranks = shared.experts if is_expert(module) else shared.dense
+            total += 3 * _FP32 * _weight_elements(module, parallel) / ranks
     return total
 
 

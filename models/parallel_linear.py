@@ -46,6 +46,7 @@ class GemmModule:
     """
 
     training: bool
+    weight: Tensor
 
     def init_gemm(self) -> None:
         """Start with the layer's own dtype and no name."""
@@ -70,6 +71,14 @@ class GemmModule:
         if self._other is None:
             self._other = TransformerEngineGemm(weight)
         return self._other
+
+    def comm(self, **tokens: Any) -> TensorParallelComm:
+        """How the operands of this layer are cut over ranks.
+
+        Args:
+            tokens: fields of it that say how many tokens there are, and how they move.
+        """
+        raise NotImplementedError
 
     def gemm_call(self, weight: Tensor, comm: Comm, first_expert: int = 0) -> LinearCall:
         """How the GEMMs of this forward pass, and of its backward pass, compute.
@@ -126,6 +135,19 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
         adopted.cp_group = _context_group(adopted.config)
         return adopted
 
+    def comm(self, **tokens: Any) -> TensorParallelComm:
+        """Signature: `GemmModule.comm`."""
+        return TensorParallelComm(
+            kind="column",
+            recipe=self.recipe,
+            tp_group=self.tp_group,
+            cp_group=self.cp_group,
+            amax_scope=self.amax_scope,
+            weight_shape=(self.weight.shape[0], self.weight.shape[1]),
+            segments=output_parts(self.weight),
+            **tokens,
+        )
+
     def _forward_impl(
         self,
         input: Tensor,
@@ -145,17 +167,10 @@ class ColumnParallelLinear(GemmModule, layers.ColumnParallelLinear):
                 input, bias, self.recipe, tp_group=self.tp_group, gather_tokens=sequence_parallel,
                 all_reduce_input_grad=allreduce_dgrad,
             )  # fmt: skip
-        comm = TensorParallelComm(
-            kind="column",
-            recipe=self.recipe,
-            tp_group=self.tp_group,
-            cp_group=self.cp_group,
+        comm = self.comm(
             gather_tokens=sequence_parallel,
             all_reduce_input_grad=allreduce_dgrad,
             packed=self.communicate == "packed",
-            amax_scope=self.amax_scope,
-            weight_shape=(weight.shape[0], weight.shape[1]),
-            segments=output_parts(weight),
             tokens=token_count(input, self.tp_group.size() if sequence_parallel else 1),
         )
         return linear(input, weight, bias, call=self.gemm_call(weight, comm))
@@ -230,6 +245,18 @@ class RowParallelLinear(GemmModule, layers.RowParallelLinear):
             return y, self.bias if self.skip_bias_add else None
         return y + self.bias, None
 
+    def comm(self, **tokens: Any) -> TensorParallelComm:
+        """Signature: `GemmModule.comm`."""
+        return TensorParallelComm(
+            kind="row",
+            recipe=self.recipe,
+            tp_group=self.tp_group,
+            cp_group=self.cp_group,
+            amax_scope=self.amax_scope,
+            weight_shape=(self.weight.shape[0], self.weight.shape[1]),
+            **tokens,
+        )
+
     def _forward_impl(
         self,
         input: Tensor,
@@ -244,16 +271,8 @@ class RowParallelLinear(GemmModule, layers.RowParallelLinear):
         if other is not None:
             return other(input, bias, self.recipe)
         assert bias is None or not scatter_tokens, "a bias is added to the sum"
-        comm = TensorParallelComm(
-            kind="row",
-            recipe=self.recipe,
-            tp_group=self.tp_group,
-            cp_group=self.cp_group,
-            scatter_tokens=scatter_tokens,
-            packed=scatter_tokens,
-            amax_scope=self.amax_scope,
-            weight_shape=(weight.shape[0], weight.shape[1]),
-            tokens=token_count(input),
+        comm = self.comm(
+            scatter_tokens=scatter_tokens, packed=scatter_tokens, tokens=token_count(input)
         )
         return linear(input, weight, bias, call=self.gemm_call(weight, comm))
 
@@ -285,16 +304,20 @@ class DuplicatedLinear(GemmModule, torch.nn.Module):
         other = self.other_backend(self.weight)
         if other is not None:
             return other(x, None, self.recipe), None
-        comm = TensorParallelComm(
+        comm = self.comm(tokens=token_count(x))
+        return linear(x, self.weight, call=self.gemm_call(self.weight, comm)), None
+
+    def comm(self, **tokens: Any) -> TensorParallelComm:
+        """Signature: `GemmModule.comm`."""
+        return TensorParallelComm(
             kind="duplicated",
             recipe=self.recipe,
             tp_group=self.tp_group if self.sequence_parallel else None,
             cp_group=self.cp_group,
             amax_scope=self.amax_scope,
             weight_shape=(self.weight.shape[0], self.weight.shape[1]),
-            tokens=token_count(x),
+            **tokens,
         )
-        return linear(x, self.weight, call=self.gemm_call(self.weight, comm)), None
 
 
 def output_parts(weight: Tensor) -> tuple[int, ...]:

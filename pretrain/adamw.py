@@ -54,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
             if not params:
                 continue
             for p in params:
-                if not self.state[p]:
+                if "exp_avg" not in self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
             steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device)

@@ -28,6 +28,7 @@ from pretrain.data.config import DataConfig
 from pretrain.data.remote import Remote, open_manifest
 from pretrain.metrics import log_config_problems
 from pretrain.optimizer import MUON_MISSING, has_muon
+from pretrain.oscillation_rules import oscillation_problems
 from pretrain.pretrain_config import PretrainConfig
 from pretrain.redact import mask_secrets
 
@@ -153,10 +154,13 @@ def _recipe_problems(config: PretrainConfig) -> list[str]:
 
 def _precision_problems(config: PretrainConfig) -> list[str]:
     try:
-        precision_plan(config)
+        plan = precision_plan(config)
     except ConfigError as error:
         return error.problems
-    return []
+    reset = config.optimizer.oscillation_reset
+    if reset is None or reset.problems(config.train.steps):
+        return []
+    return oscillation_problems(config, plan)
 
 
 def _recipe_names(config: PretrainConfig) -> set[str]:

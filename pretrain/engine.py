@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from models.precision import PrecisionPlan, PrecisionState, apply_precision
 from pretrain.checkpoint.agree import on_all
 from pretrain.initialize import World, seed_everything
 from pretrain.optimizer import OptimizerSetting, build_optimizer, build_scheduler
+from pretrain.oscillation import Oscillation
 from pretrain.pretrain_config import PretrainConfig
 
 Work = Callable[[Sequence[dict[str, Any]]], Tensor]
@@ -51,6 +53,8 @@ class Engine:
     clip_grad: float
     seq_length: int
     micro_batch_size: int
+    oscillation: Oscillation | None = None
+    """Resets weights that oscillate; None: the run does not ask for it."""
     graph: Work | None = None
     """How steps are recorded and replayed; None: they are launched one by one."""
 
@@ -62,6 +66,10 @@ class Engine:
         if self.chunks[0].ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+
+    def around_update(self) -> AbstractContextManager[None]:
+        """What an update of the weights is to be made in."""
+        return nullcontext() if self.oscillation is None else self.oscillation.around_update()
 
 
 def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engine:
@@ -102,6 +110,9 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
         chunks,
         world.groups,
     )
+    reset, oscillation = config.optimizer.oscillation_reset, None
+    if reset is not None:
+        oscillation = Oscillation(reset, train.steps, optimizer, plan, precision_state)
     return Engine(
         world=world,
         chunks=chunks,
@@ -113,6 +124,7 @@ def build_engine(config: PretrainConfig, world: World, vocab_size: int) -> Engin
         clip_grad=config.optimizer.clip_grad,
         seq_length=config.model.seq_length,
         micro_batch_size=train.micro_batch_size,
+        oscillation=oscillation,
     )
 
 

@@ -3,6 +3,8 @@
 
 import importlib.util
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from fused_ops.errors import ConfigError
 from pretrain import adamw
+from pretrain.oscillation_config import OscillationReset
 
 MUON_MISSING = (
     "optimizer.name=muon needs the package emerging-optimizers, which is not installed; "
@@ -61,6 +64,8 @@ class OptimizerConfig:
     """Shape of that decay; minus_sqrt is 1 - sqrt(progress) (arXiv 2405.18392)."""
     muon_momentum: float = 0.95
     """Momentum of muon."""
+    oscillation_reset: OscillationReset | None = None
+    """Late in the run, put weights that hop between two codes onto the middle of one; None: off."""
     loss_scale: float | None = None
     """A constant loss scale for fp16; None scales dynamically."""
     initial_loss_scale: float = 2.0**32
@@ -129,7 +134,8 @@ class OptimizerConfig:
             f"loss_scale_window and loss_scale_hysteresis must be positive; got "
             f"{self.loss_scale_window} and {self.loss_scale_hysteresis}",
         )
-        return found
+        reset = self.oscillation_reset
+        return found + (reset.problems(steps) if reset is not None else [])
 
     def warmup(self, steps: int) -> int:
         """Updates with a rising rate."""
@@ -260,9 +266,32 @@ def build_scheduler(config: OptimizerConfig, steps: int, optimizer: Any) -> Opti
     )
 
 
+def optimizer_parts(optimizer: Any) -> Iterator[Any]:
+    """The optimizers of a chain, or the only one; without those that have no parameters here."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(part, "is_stub_optimizer", False):
+            yield part
+
+
+def create_moments(optimizer: Any) -> None:
+    """An optimizer that has made no update yet has no moments: give it zeros."""
+    for part in optimizer_parts(optimizer):
+        if not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
+
+
 @torch.no_grad()
-def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]:
+def update(
+    optimizer: MegatronOptimizer,
+    clip_grad: float,
+    around: AbstractContextManager[None] | None = None,
+) -> tuple[bool, float]:
     """Clip the gradient and update, unless a gradient is not finite.
+
+    Args:
+        optimizer: its gradients are complete.
+        clip_grad: see `OptimizerConfig`.
+        around: held around the update, if there is one.
 
     Returns (whether the weights were updated, norm of the gradient before clipping). Every rank
     gets the same answer: the norm is summed over all of them, an fp16 overflow is shared by all.
@@ -273,7 +302,8 @@ def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]
     if not math.isfinite(norm):
         return False, norm
     if clip_grad > 0:
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if not getattr(part, "is_stub_optimizer", False) and (params := part.get_parameters()):
+        for part in optimizer_parts(optimizer):
+            if params := part.get_parameters():
                 clip_grad_by_total_norm_fp32(params, clip_grad, norm)
-    return bool(optimizer.step_with_ready_grads()), norm
+    with around or nullcontext():
+        return bool(optimizer.step_with_ready_grads()), norm

@@ -17,6 +17,7 @@ from models.gather_bytes import communication_lines, plan_gathers
 from models.memory import (
     Sharing,
     code_bytes,
+    path_bytes,
     rank_parameters,
     sharing,
     stage_symbols,
@@ -369,6 +370,8 @@ def rank_memory(
     flying = in_flight(parallel, stage, micro_batches(config, world))
     parts = state_bytes(parameters, shared, element_size=size)
     parts["weight codes"] = code_bytes(modules, parallel, recipes)
+    if config.optimizer.oscillation_reset is not None:
+        parts["paths of weights"] = path_bytes(modules, parallel, shared, recipes)
     for name, amount in each.items():
         parts[f"kept, {name}"] = amount * tokens * flying
     if last:

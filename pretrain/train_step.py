@@ -17,7 +17,7 @@ from fused_ops.main_grad import mark_zeroed
 from models.precision import PrecisionState
 from pretrain.cuda_graph import StepGraph
 from pretrain.engine import Engine
-from pretrain.optimizer import update
+from pretrain.optimizer import optimizer_parts, update
 from pretrain.step_result import StepResult
 
 MicroBatch = Mapping[str, Any]
@@ -69,7 +69,7 @@ def train_step(
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 buffer.grad_data.fill_(math.inf)
     scale = loss_scale(optimizer)
-    updated, grad_norm = update(optimizer, engine.clip_grad)
+    updated, grad_norm = update(optimizer, engine.clip_grad, engine.around_update())
     if updated:
         state.weights_changed()
     else:
@@ -216,7 +216,7 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 
 def loss_scale(optimizer: MegatronOptimizer) -> float | None:
     """The dynamic scale of an fp16 run that can still fall; None where none can."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         scaler = getattr(part, "grad_scaler", None)
         lowest = getattr(scaler, "min_scale", None)
         if scaler is not None and lowest is not None:

@@ -49,6 +49,7 @@ from pretrain.layout_notes import layout_notes
 from pretrain.logs import log_to_file, stop_logging
 from pretrain.metrics import MetricsLogger
 from pretrain.numerics_monitor import NumericsMonitor
+from pretrain.oscillation import left_out
 from pretrain.progress import Progress
 from pretrain.recovery import Recovery
 from pretrain.redact import mask_secrets
@@ -118,6 +119,8 @@ class Trainer:
             if config.train.cuda_graph_impl != "none":
                 record_steps(self.engine)
             self._begin_average()
+            if self.engine.oscillation is not None:
+                self.checkpoints.paths = self.engine.oscillation.paths
             resumed = self._resume()
             self.recovery = Recovery(self)
             self.step_over_samples()
@@ -172,6 +175,8 @@ class Trainer:
             state.advance(samples[-1] + 1, tokens, result.updated)
             if result.updated and self.checkpoints.average is not None:
                 self.checkpoints.average.update()
+            if engine.oscillation is not None and (told := engine.oscillation.take_report()):
+                self.event("oscillation_reset", **told)
             self.each("after_compute", step)
             self.each("after_step", self._row(result, tokens, time.perf_counter() - started))
             self.recovery.after_step(result, micro_batches, samples)
@@ -294,6 +299,7 @@ class Trainer:
                 extra={
                     "train_state": asdict(state),
                     "precision": engine.plan.state_dict(),
+                    "oscillation_reset": engine.oscillation and engine.oscillation.state_dict(),
                     "vocab_size": self.config.model.vocab_size or self.dataset.vocab_size,
                     "data": self.dataset.state_dict(state.consumed_samples),
                 },
@@ -336,6 +342,10 @@ class Trainer:
         if resumed.extra:
             self.state = TrainState(**resumed.extra["train_state"])
             self.engine.plan.load_state_dict(resumed.extra["precision"])
+            stored, oscillation = resumed.extra.get("oscillation_reset"), self.engine.oscillation
+            resumed.notes.extend(
+                left_out(stored) if oscillation is None else oscillation.load_state_dict(stored)
+            )
 
     # ---- set-up
 

@@ -2,7 +2,7 @@
 """The weights that a model multiplies with, as codes: taken out of one model, put into another."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fused_ops.weight_operands import give_weight_codes, weight_operand
 from models.generation.cached_model import backend_problems, cache_problems
 from models.parallel_linear import GemmModule
 from models.precision import unwrap
+from models.quantized_weight import weight_matrices
 
 PARTS = ("codes", "scales", "amax")
 
@@ -127,15 +128,9 @@ def _quantized(model: Any) -> Iterator[tuple[str, str, Tensor, LinearCall, int]]
     for path, module in model.named_modules():
         if not isinstance(module, GemmModule) or not is_quantized(module.recipe.spec("fprop", "w")):
             continue
-        weight = module.weight  # type: ignore[attr-defined]
-        name = f"{path}.weight"
-        call = module.gemm_call(weight, LocalComm())
-        if weight.dim() == 2:
-            yield name, name, weight.detach(), call, 0
-            continue
-        for expert, each in enumerate(weight.detach()):
-            own = replace(call, key=call.key.with_expert(expert))
-            yield name, f"{name}[{expert}]", each, own, expert
+        name, stacked = f"{path}.weight", module.weight.dim() == 3
+        for expert, weight, call in weight_matrices(module, LocalComm()):
+            yield name, f"{name}[{expert}]" if stacked else name, weight, call, expert
 
 
 def _others(model: Any) -> dict[str, Tensor]:

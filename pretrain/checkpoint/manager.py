@@ -108,6 +108,9 @@ class CheckpointManager:
         self.fingerprints: dict[str, str] = {}
         self.average: Any = None
         """A moving average of the weights (`pretrain.ema.WeightAverage`) to save and load."""
+        self.paths: Any = None
+        """How far weights have moved (`pretrain.weight_paths.WeightPaths`): saved by the optimizer,
+        and to be loaded with it."""
         self.seconds_blocked = 0.0
         """How long the last `save` kept the caller."""
         self._rank = torch.distributed.get_rank()
@@ -239,7 +242,7 @@ class CheckpointManager:
             self.config.override,
             (state["fingerprints"], self.fingerprints),
         )
-        checkpoint_state.load_sharded(found.path, chunks, optimizer, self.average)
+        checkpoint_state.load_sharded(found.path, chunks, optimizer, self.average, self.paths)
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
         layout = checkpoint_state.layout_of(resolved_config, self._world_size)

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pretrain.checkpoint.io import CheckpointError, dump_json, load_json, write_
 from pretrain.checkpoint.layout import rng_name
 from pretrain.checkpoint.safe import read_index, refuse_code
 from pretrain.checkpoint.tensors import AVERAGE
+from pretrain.optimizer import create_moments, optimizer_parts
 
 # Of an optimizer's parameter group: state that training changes. All else comes from the config.
 _GROUP_STATE = ("step", "lr", "params")
@@ -49,10 +50,20 @@ def _names(chunks: Sequence[Any]) -> list[str]:
 
 
 def sharded_state(
-    chunks: Sequence[Any], optimizer: Any, *, loading: bool = False, average: Any = None
+    chunks: Sequence[Any],
+    optimizer: Any,
+    *,
+    loading: bool = False,
+    average: Any = None,
+    paths: Any = None,
+    held: Collection[str] = (),
 ) -> dict[str, Any]:
     """megatron-core's sharded state dict of the model chunks and, unless None, the optimizer and
-    the moving average of the weights (`pretrain.ema.WeightAverage`)."""
+    the moving average of the weights (`pretrain.ema.WeightAverage`).
+
+    `paths` are the optimizer's `pretrain.weight_paths.WeightPaths`, where it has some: loading, it
+    asks for those among `held`, the names that the checkpoint holds.
+    """
     metadata = {
         "dp_cp_group": data_parallel_group(chunks[0]),
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -65,7 +76,9 @@ def sharded_state(
     if average is not None:
         state["ema"] = average.sharded_state(dict(state))
     if optimizer is not None:
-        _create_moments(optimizer)
+        create_moments(optimizer)
+        if paths is not None and loading:
+            paths.expect(state, held)
         with _quick_collect():
             state["optimizer"] = optimizer.sharded_state_dict(
                 state, is_loading=loading, metadata=metadata
@@ -85,13 +98,6 @@ def _quick_collect() -> Iterator[None]:
     finally:
         if frozen:
             gc.unfreeze()
-
-
-def _create_moments(optimizer: Any) -> None:
-    """An optimizer that has made no update yet has no moments: give it zeros."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not getattr(part, "is_stub_optimizer", False) and not part.optimizer.state:
-            part.init_state_fn(part.optimizer, part.config)
 
 
 def data_parallel_group(chunk: Any) -> Any:
@@ -120,6 +126,7 @@ def load_sharded(
     chunks: Sequence[Any],
     optimizer: Any,
     average: Any = None,
+    paths: Any = None,
     *,
     whole: bool = False,
 ) -> None:
@@ -133,15 +140,17 @@ def load_sharded(
     """
     index = read_index(folder)  # torch goes on without an index that it cannot read
     hyper = _hyperparameters(optimizer)
-    held = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
-    state = sharded_state(chunks, optimizer, loading=True, average=average if held else None)
+    names = index.state_dict_metadata
+    held = any(name.startswith(AVERAGE) for name in names)
+    kept = average if held else None
+    state = sharded_state(chunks, optimizer, loading=True, average=kept, paths=paths, held=names)
     asked = set().union(*on_all(lambda: _asked(state))) if whole else set()
-    if whole and (left := _left_over(index.state_dict_metadata, asked)):
+    if whole and (left := _left_over(names, asked)):
         raise CheckpointError(
             f"{folder} holds {len(left)} weights that this model has no place for, such as "
             f"{left[0]}: it is another model's; give the model section that it was trained with"
         )
-    _check_rows(folder, index.state_dict_metadata, state)
+    _check_rows(folder, names, state)
     try:
         with refuse_code():
             loaded = dist_checkpointing.load(state, str(folder))
@@ -216,9 +225,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not getattr(part, "is_stub_optimizer", False):
-            yield from part.optimizer.param_groups
+    for part in optimizer_parts(optimizer):
+        yield from part.optimizer.param_groups
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:

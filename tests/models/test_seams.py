@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.models.hybrid import hybrid_model
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.ssm import mamba_mixer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention, multi_token_prediction
@@ -223,3 +224,18 @@ def test_the_fused_mixer_is_taken_where_all_of_it_is_installed(monkeypatch, abse
     monkeypatch.setattr(mamba, "chosen", lambda x: "mamba_ssm")
     assert mamba.takes_fused(SimpleNamespace(is_cuda=True)) is (absent is None)
     assert not mamba.takes_fused(SimpleNamespace(is_cuda=False))
+
+
+def test_the_distributed_optimizer_collects_states_by_name():
+    where, theirs = "pretrain/weight_paths.py", DistributedOptimizer
+    keys = vars(theirs).get("optimizer_state_keys")
+    seam(isinstance(keys, property), where, "optimizer_state_keys is no property")
+    source = inspect.getsource(theirs.get_parameter_state_dp_zero)
+    for name in ("self.optimizer_state_keys", "self._get_main_param_and_optimizer_states("):
+        seam(name in source, where, f"get_parameter_state_dp_zero does not use {name}")
+    source = inspect.getsource(theirs.sharded_param_state_fully_reshardable)
+    seam("model_space_state[param_idx] = tensors" in source, where, "states are not by parameter")
+    source = inspect.getsource(theirs._get_main_param_and_optimizer_states)
+    for name in ("self.model_param_group_index_map", "self.optimizer.state["):
+        seam(name in source, where, f"a master is not found by {name}")
+    seam(hasattr(theirs, "_get_model_param_range_map"), where, "a master's range is not told")
