@@ -7,7 +7,7 @@ from models.hf_mapping.dense import TOP, mlp_rules
 from models.hf_mapping.mixtures import expert_rules
 from models.hf_mapping.shapes import GATE_UP, VOCABULARY
 from models.hf_mapping.table import Family, rule
-from models.hf_mapping.values import SWIGLU, ConfigValues, common_values
+from models.hf_mapping.values import SWIGLU, ConfigValues, common_values, rope_given
 
 _ATTENTION = (
     rule("input_layernorm.weight", "input_layernorm.weight"),
@@ -46,12 +46,21 @@ _ROPE = {
     "original_max_position_embeddings": "original_max_position_embeddings",
     "factor": "rotary_scaling_factor",
 }
+# What transformers takes where config.json is silent.
+_ABSENT = {
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+}
 
 
 def _values(given: dict[str, Any]) -> dict[str, Any]:
-    values = ConfigValues(given)
+    values = ConfigValues(given, _ABSENT)
     section = common_values(values)
-    layers, dense = values.need("num_hidden_layers"), values.get("first_k_dense_replace", 3)
+    layers = values.need("num_hidden_layers")
+    dense = values.count("first_k_dense_replace", 3, least=0)
     heads = values.need("num_attention_heads")
     values.only("hidden_act", ["silu"], "experts of this family are SwiGLU")
     values.only("attention_bias", [False], "it is not built for this family")
@@ -60,15 +69,16 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     values.only("moe_layer_freq", [1], "every layer after the dense ones has experts")
     router = router_values(values)
     pattern = "".join("+-" if layer < dense else "+E" for layer in range(layers))
-    depths = values.get("num_nextn_predict_layers", 0)
+    depths = values.count("num_nextn_predict_layers", 0, least=0)
     section["pattern"] = pattern + "/+E" * depths
     section["position_embedding"] = "rope"
-    width, shared = values.need("moe_intermediate_size"), values.get("n_shared_experts", 0)
+    width = values.need("moe_intermediate_size")
+    shared = values.count("n_shared_experts", 0, least=0)
     megatron = section["megatron"]
     megatron |= {**SWIGLU, **router, **_rope(values, section)}
     megatron |= {
         "num_attention_heads": heads,
-        "q_lora_rank": values.values.get("q_lora_rank"),
+        "q_lora_rank": values.count("q_lora_rank"),
         "kv_lora_rank": values.need("kv_lora_rank"),
         "qk_head_dim": values.need("qk_nope_head_dim"),
         "qk_pos_emb_head_dim": values.need("qk_rope_head_dim"),
@@ -104,7 +114,7 @@ def router_values(values: ConfigValues) -> dict[str, Any]:
         "moe_aux_loss_coeff": 1e-4,
         "moe_router_dtype": "fp32",
     }
-    groups, chosen = values.get("n_group", 1), values.get("topk_group", 1)
+    groups, chosen = values.count("n_group", 1), values.count("topk_group", 1)
     if topk == 1:
         values.problems.append(
             "config.json: num_experts_per_tok must be at least 2, got 1: megatron-core does not "
@@ -133,9 +143,8 @@ def written_router(config: Any) -> dict[str, Any]:
 
 
 def _rope(values: ConfigValues, section: dict[str, Any]) -> dict[str, Any]:
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    section["rotary_base"] = float(given.get("rope_theta") or values.get("rope_theta", 10000.0))
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind, rope = rope_given(values)
+    section["rotary_base"] = float(rope.get("rope_theta", 10000.0))
     if kind == "default":
         return {"rope_type": "rope"}
     if kind != "yarn":
@@ -143,7 +152,18 @@ def _rope(values: ConfigValues, section: dict[str, Any]) -> dict[str, Any]:
             f"config.json: rope_type must be default or yarn, got {kind!r}: others are not built "
             "for latent attention"
         )
-    found = {ours: given[theirs] for theirs, ours in _ROPE.items() if given.get(theirs) is not None}
+    rope.only("truncate", [True], "latent attention rounds the bounds between frequencies")
+    mscale = [name for name in ("mscale", "mscale_all_dim") if rope.get(name, 0.0)]
+    if len(mscale) == 1:
+        values.problems.append(
+            f"config.json: mscale and mscale_all_dim must both be there or both absent, got only "
+            f"{mscale[0]}: transformers and megatron-core take different values for the other"
+        )
+    found = {
+        ours: rope.get(theirs, 0.0)
+        for theirs, ours in _ROPE.items()
+        if rope.values.get(theirs) is not None
+    }
     return {"rope_type": "yarn", "mscale_all_dim": 0.0, **found}
 
 

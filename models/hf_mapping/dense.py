@@ -22,6 +22,13 @@ TOP = (
     rule("decoder.final_norm.weight", "model.norm.weight"),
     rule("output_layer.weight", "lm_head.weight", VOCABULARY),
 )
+# What transformers takes where config.json is silent, as far as it differs from family to family.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+}
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -54,11 +61,10 @@ def mlp_rules() -> tuple[Rule, ...]:
 
 def windowed_layers(values: ConfigValues, layers: int, otherwise: list[bool]) -> list[bool]:
     """Which layers have a sliding window, from layer_types where it is given."""
-    types = values.get("layer_types")
-    if types is None:
+    types = values.get("layer_types", [])
+    if not types:
         return otherwise
-    wrong = set(types) - {"sliding_attention", "full_attention"}
-    if wrong or len(types) != layers:
+    if len(types) != layers or any(t not in ("sliding_attention", "full_attention") for t in types):
         values.problems.append(
             f"config.json: layer_types must name sliding_attention or full_attention for each of "
             f"{layers} layers, got {types}"
@@ -68,16 +74,16 @@ def windowed_layers(values: ConfigValues, layers: int, otherwise: list[bool]) ->
 
 def _windows(name: str, values: ConfigValues, layers: int) -> list[bool]:
     if name == "mistral":
-        return [values.get("sliding_window") is not None] * layers
+        return [True] * layers
     if not name.startswith("qwen") or not values.get("use_sliding_window", False):
         return [False] * layers
-    first = values.get("max_window_layers", 28)
+    first = values.count("max_window_layers", 28, least=0)
     return windowed_layers(values, layers, [layer >= first for layer in range(layers)])
 
 
 def dense_values(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """config.json of one of these families -> the `model` section."""
-    values = ConfigValues(given)
+    values = ConfigValues(given, _ABSENT[name])
     section = common_values(values)
     layers = values.need("num_hidden_layers")
     values.only("hidden_act", ["silu"], "the MLP of this family is SwiGLU")
@@ -85,7 +91,7 @@ def dense_values(name: str, given: dict[str, Any]) -> dict[str, Any]:
     megatron = section["megatron"]
     megatron |= {**SWIGLU, **attention_values(values)}
     megatron["ffn_hidden_size"] = values.need("intermediate_size")
-    attention = bool(values.get("attention_bias", False))
+    attention = values.get("attention_bias", False)
     if name == "llama":
         megatron["add_bias_linear"] = attention
         values.only(

@@ -36,20 +36,31 @@ _EXPERTS = (
     rule("mlp.experts.linear_fc2.weight", "mlp.experts.down_proj", TRANSPOSED, experts="stacked"),
     rule("mlp.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", experts="stacked"),
 )
+# What transformers takes where config.json is silent.
+_ABSENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 
 
 def _values(given: dict[str, Any]) -> dict[str, Any]:
-    values = ConfigValues(given)
-    section = common_values(values, "rms_norm_eps")
-    section["megatron"]["layernorm_epsilon"] = values.get("rms_norm_eps", 1e-5)
+    values = ConfigValues(given, _ABSENT)
+    section = common_values(values)
     layers = values.need("num_hidden_layers")
     values.only("hidden_act", ["silu"], "experts of this family are gated by it")
     values.only("attention_bias", [True], "megatron-core has biases in all linear layers")
     values.only("swiglu_alpha", [1.702], "megatron-core's quick_gelu has this factor")
-    default = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
-    default |= {"truncate": False, "original_max_position_embeddings": 4096}
-    if not (values.get("rope_parameters") or values.get("rope_scaling")):
-        values.values = {**values.values, "rope_parameters": default}
     section |= {"pattern": "*E" * layers, "position_embedding": "rope", **rope_values(values)}
     megatron = section["megatron"]
     megatron |= attention_values(values)

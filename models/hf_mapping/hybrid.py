@@ -63,6 +63,7 @@ _EXPERTS = (
     rule("mlp.fc1_latent_proj.weight", "mixer.fc1_latent_proj.weight"),
     rule("mlp.fc2_latent_proj.weight", "mixer.fc2_latent_proj.weight"),
 )
+_NO_LIMIT = (float("inf"), {"__float__": "Infinity"}, "Infinity", "inf")
 # Every spelling of a layer's kind that configurations use.
 _KINDS = {
     "mamba": "M",
@@ -73,11 +74,18 @@ _KINDS = {
     "moe": "E",
 }
 _NAMES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+# What transformers takes where config.json is silent.
+_ABSENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "moe_shared_expert_intermediate_size": 7688,
+}
 
 
 def _pattern(values: ConfigValues, types: tuple[str, ...], string: str) -> str:
     for name in types:
-        kinds = values.get(name)
+        kinds = list(map(str, values.get(name, [])))
         if kinds:
             wrong = sorted(set(kinds) - set(_KINDS))
             if wrong:
@@ -91,10 +99,9 @@ def _mamba_values(values: ConfigValues, heads: str, head_dim: str, state: str) -
     values.only("use_conv_bias", [True], "megatron-core's convolution has a bias")
     values.only("use_bias", [False], "megatron-core's projections have no bias here")
     values.only("mamba_proj_bias", [False], "megatron-core's projections have no bias here")
-    limit = values.get("time_step_limit")
+    limit = values.get("time_step_limit", [])
     # JSON has no infinity: transformers writes {"__float__": "Infinity"}.
-    bounds = [float(x["__float__"] if isinstance(x, dict) else x) for x in limit or ()]
-    if bounds and (bounds[0] > 0 or bounds[1] != float("inf")):
+    if limit and (len(limit) != 2 or limit[0] != 0 or limit[1] not in _NO_LIMIT):
         values.problems.append(
             f"config.json: time_step_limit must be [0, inf], got {limit}: megatron-core does not "
             "clamp time steps"
@@ -108,11 +115,10 @@ def _mamba_values(values: ConfigValues, heads: str, head_dim: str, state: str) -
 
 
 def _nemotron_values(given: dict[str, Any]) -> dict[str, Any]:
-    values = ConfigValues(given)
     epsilon = "layer_norm_epsilon" if "layer_norm_epsilon" in given else "norm_eps"
+    values = ConfigValues(given, {**_ABSENT, epsilon: 1e-5})
     section = common_values(values, epsilon)
     megatron = section["megatron"]
-    megatron["layernorm_epsilon"] = values.get(epsilon, 1e-5)
     pattern = _pattern(values, ("layers_block_type", "layer_types"), "hybrid_override_pattern")
     if not pattern:
         values.problems.append("config.json must say hybrid_override_pattern or layers_block_type")
@@ -124,9 +130,9 @@ def _nemotron_values(given: dict[str, Any]) -> dict[str, Any]:
         "gated_linear_unit": False,
         "activation_func": "squared_relu",
         **attention_values(values),
-        "ffn_hidden_size": values.get("intermediate_size", 4 * megatron["hidden_size"]),
+        "ffn_hidden_size": values.need("intermediate_size"),
     }
-    depths, mtp = values.get("num_nextn_predict_layers", 0), ""
+    depths, mtp = values.count("num_nextn_predict_layers", 0, least=0), ""
     if depths:
         mtp = _pattern(values, ("mtp_layers_block_type",), "mtp_hybrid_override_pattern") or "*E"
     if "M" in pattern + mtp:
@@ -136,10 +142,10 @@ def _nemotron_values(given: dict[str, Any]) -> dict[str, Any]:
             **router_values(values),
             "num_moe_experts": values.need("n_routed_experts"),
             "moe_ffn_hidden_size": values.need("moe_intermediate_size"),
-            "moe_latent_size": values.values.get("moe_latent_size"),
+            "moe_latent_size": values.count("moe_latent_size"),
         }
-        shared = values.get("moe_shared_expert_intermediate_size", 0)
-        if shared and values.get("n_shared_experts", 1):
+        shared = values.count("moe_shared_expert_intermediate_size", 0, least=0)
+        if shared and values.count("n_shared_experts", 1, least=0):
             megatron["moe_shared_expert_intermediate_size"] = shared
     if values.get("mtp_use_repeated_layer", False):  # a key of our exports
         megatron["mtp_use_repeated_layer"] = True
@@ -202,10 +208,9 @@ def _written_nemotron(section: Any, config: Any) -> dict[str, Any]:
 
 
 def _mamba2_values(given: dict[str, Any]) -> dict[str, Any]:
-    values = ConfigValues(given)
+    values = ConfigValues(given, {"layer_norm_epsilon": 1e-5})
     section = common_values(values, "layer_norm_epsilon")
     megatron = section["megatron"]
-    megatron["layernorm_epsilon"] = values.get("layer_norm_epsilon", 1e-5)
     values.only("hidden_act", ["silu"], "its mixers use SiLU")
     values.only("rms_norm", [True], "megatron-core's mixers norm their output")
     values.only("norm_before_gate", [False], "megatron-core gates before the norm")

@@ -29,6 +29,12 @@ _PLACES = {
     "olmoe": ("mlp.experts", "mlp.gate", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe.experts", "block_sparse_moe.gate", ("w1", "w3", "w2")),
 }
+# What transformers takes where config.json is silent, as far as it differs from family to family.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "olmoe": {"rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.01},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+}
 
 
 def expert_rules(place: str, router: str, names: tuple[str, str, str]) -> tuple[Rule, ...]:
@@ -43,7 +49,7 @@ def expert_rules(place: str, router: str, names: tuple[str, str, str]) -> tuple[
 
 
 def _values(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    values = ConfigValues(given)
+    values = ConfigValues(given, _ABSENT[name])
     section = common_values(values)
     layers = values.need("num_hidden_layers")
     values.only("hidden_act", ["silu"], "experts of this family are SwiGLU")
@@ -56,13 +62,13 @@ def _values(name: str, given: dict[str, Any]) -> dict[str, Any]:
         **rope_values(values),
     }
     width = "moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"
-    renormalize = name == "mixtral" or bool(values.get("norm_topk_prob", False))
+    renormalize = name == "mixtral" or values.get("norm_topk_prob", False)
     megatron = section["megatron"]
     megatron |= {**SWIGLU, **attention_values(values)}
     megatron |= {
         "ffn_hidden_size": values.need("intermediate_size"),
         "moe_ffn_hidden_size": values.need(width),
-        "num_moe_experts": values.get("num_experts") or values.need("num_local_experts"),
+        "num_moe_experts": values.count("num_experts") or values.need("num_local_experts"),
         "moe_router_topk": values.need("num_experts_per_tok"),
         "moe_router_score_function": "softmax",
         # softmax over the chosen logits is the same as renormalizing the chosen probabilities
@@ -74,16 +80,16 @@ def _values(name: str, given: dict[str, Any]) -> dict[str, Any]:
     }
     if name == "olmoe":
         section["qk_norm_over"] = "all_heads"
-    windowed = [values.get("sliding_window") is not None] * layers
+    windowed = [name == "mixtral"] * layers
     if name == "qwen3_moe":
-        on = bool(values.get("use_sliding_window", False))
+        on = values.get("use_sliding_window", False)
         windowed = windowed_layers(values, layers, [on] * layers) if on else [False] * layers
     megatron |= window_values(values, windowed)
     return values.finish(section)
 
 
 def _dense_layers(values: ConfigValues, layers: int) -> list[bool]:
-    only, step = values.get("mlp_only_layers", []), values.get("decoder_sparse_step", 1)
+    only, step = values.get("mlp_only_layers", []), values.count("decoder_sparse_step", 1)
     return [layer in only or (layer + 1) % step > 0 for layer in range(layers)]
 
 
