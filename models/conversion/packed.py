@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from fused_ops.codecs import decode_e2m1, decode_e8m0, decode_fp8
+from fused_ops.errors import ConfigError
 from models.conversion.safetensors import SafetensorsFolder, TensorSpec
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+_CODES = dict.fromkeys(("fp8", "fp8_blocks", "mxfp8"), _FP8)
 # Scales that belong to activations or caches; decoded weights do not need them.
 _ACTIVATION = ("*.input_scale", "*.input_global_scale", "*.k_scale", "*.v_scale")
 
@@ -33,6 +36,33 @@ class _Packed:
     parts: tuple[str, ...]
     spec: TensorSpec
 
+    def problem(self, source: SafetensorsFolder) -> str | None:
+        """A part that is absent, or of a shape or dtype that its kind does not have."""
+        absent = [part for part in self.parts if part not in source]
+        if absent:
+            return f"{absent[0]} is absent, which {self.parts[0]} needs to be decoded"
+        codes, scale = (source.spec(part) for part in self.parts[:2])
+        *stack, rows, columns = self.spec.shape
+        shapes = {
+            "nvfp4": [(*stack, rows, columns // 16)],
+            "nvfp4_inverse": [(*stack, rows, columns // 16)],
+            "mxfp8": [(*stack, rows, -(-columns // 32))],
+            "fp8": [(), (1,), (1, 1), (rows,), (rows, 1)],
+            "fp8_blocks": [(-(-rows // 128), -(-columns // 128))],
+            "mxfp4_experts": [codes.shape[:-1]],
+        }[self.kind]
+        if scale.shape not in shapes:
+            return (
+                f"{self.parts[1]} is of shape {scale.shape} for a weight of {self.spec.shape} in "
+                f"{self.kind}, and must be of {' or '.join(map(str, shapes))}"
+            )
+        if len(self.parts) == 3 and source.spec(self.parts[2]).shape not in ((), (1,)):
+            return f"{self.parts[2]} must be one number, and is {source.spec(self.parts[2]).shape}"
+        wanted = _CODES.get(self.kind, (torch.uint8,))
+        if codes.dtype not in wanted:
+            return f"{self.parts[0]} is {codes.dtype}, and codes of {self.kind} are {wanted[0]}"
+        return None
+
 
 def packed_weights(source: SafetensorsFolder) -> dict[str, _Packed]:
     """{name of the weight: how it is packed}."""
@@ -40,11 +70,17 @@ def packed_weights(source: SafetensorsFolder) -> dict[str, _Packed]:
     parts: tuple[str, ...]
     for name in source:
         spec = source.spec(name)
+        if len(spec.shape) < 2:
+            continue
         if name.endswith(".weight_packed"):
             base = name.removesuffix("_packed")
             parts = (name, f"{base}_scale", f"{base}_global_scale")
             kind, shape = "nvfp4_inverse", (*spec.shape[:-1], 2 * spec.shape[-1])
-        elif name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in source:
+        elif (
+            name.endswith("_blocks")
+            and len(spec.shape) == 4
+            and name.removesuffix("_blocks") + "_scales" in source
+        ):
             base = name.removesuffix("_blocks")
             parts = (name, f"{base}_scales")
             experts, rows, blocks, width = spec.shape
@@ -57,7 +93,7 @@ def packed_weights(source: SafetensorsFolder) -> dict[str, _Packed]:
             blocks = f"{name}_scale_inv" in source
             parts = (name, f"{name}_scale_inv" if blocks else f"{name}_scale")
             kind = "fp8_blocks" if blocks else "fp8"
-            if not blocks and parts[1] in source and source.spec(parts[1]).dtype is torch.uint8:
+            if not blocks and parts[1] in source and source.spec(parts[1]).dtype in _E8M0:
                 kind = "mxfp8"
         else:
             continue
@@ -86,10 +122,17 @@ def packed_problem(hf_config: Mapping[str, Any], source: SafetensorsFolder) -> s
 
 
 class DecodedFolder:
-    """A packed folder that gives its weights decoded (to BF16), one at a time."""
+    """A packed folder that gives its weights decoded (to BF16), one at a time.
+
+    ConfigError where the parts of a weight are not those of its kind.
+    """
 
     def __init__(self, source: SafetensorsFolder, dtype: torch.dtype = torch.bfloat16) -> None:
         self._source, self._packed, self._dtype = source, packed_weights(source), dtype
+        problems = [p for packed in self._packed.values() if (p := packed.problem(source))]
+        if problems:
+            more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
+            raise ConfigError([*problems[:6], *more])
         parts = {part for packed in self._packed.values() for part in packed.parts}
         self._plain = [
             name
@@ -149,7 +192,8 @@ def _fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _mxfp8(codes: Tensor, scale: Tensor) -> Tensor:
-    return codes.float() * decode_e8m0(scale).repeat_interleave(32, -1)[:, : codes.shape[-1]]
+    blocks = decode_e8m0(scale.view(torch.uint8)).repeat_interleave(32, -1)
+    return codes.float() * blocks[:, : codes.shape[-1]]
 
 
 def _mxfp4_experts(blocks: Tensor, scales: Tensor) -> Tensor:

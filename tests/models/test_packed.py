@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed folders of other programs, decoded: against transformers' own decoders, and by hand."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from fused_ops.errors import ConfigError
 from models.conversion.packed import DecodedFolder, decoded, packed_problem, packed_weights
 from models.conversion.safetensors import SafetensorsFolder
 
@@ -59,6 +62,55 @@ def test_fp8_with_one_scale_or_one_a_row(tmp_path):
     assert torch.equal(read.read("a.weight"), weight.float() * 0.5)
     assert torch.equal(read.read("b.weight"), weight.float() * rows)
     assert torch.equal(read.read("b.weight", 2), weight[2].float() * 4)
+
+
+def test_mxfp8_scales_in_either_dtype(tmp_path):
+    weight = torch.ones(2, 64).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[127, 128], [126, 130]], dtype=torch.uint8)
+    names = {"a__weight": weight, "a__weight_scale": scales, "b__weight": weight.clone()}
+    source = folder_of(tmp_path, **names, b__weight_scale=scales.clone().view(torch.float8_e8m0fnu))
+    read = DecodedFolder(source, torch.float32)
+    expected = torch.tensor([[1.0, 2.0], [0.5, 8.0]]).repeat_interleave(32, 1)
+    assert torch.equal(read.read("a.weight"), expected)
+    assert torch.equal(read.read("b.weight"), expected)
+
+
+CODES, ONE = torch.zeros(256, 128, dtype=torch.uint8), torch.tensor(1.0)
+FP8 = torch.ones(256, 256).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        # Of these two, decoded with blocks of 128 or groups of 32, the values would be other ones.
+        ({"weight": FP8, "weight_scale_inv": torch.ones(4, 4)}, "(4, 4) for a weight of (256, 256"),
+        ({"weight": FP8, "weight_scale": torch.ones(256, 16).byte()}, "must be of (256, 8)"),
+        ({"weight": FP8, "weight_scale": torch.ones(1, 256)}, "of shape (1, 256)"),
+        ({"weight": FP8}, "a.weight_scale is absent, which a.weight needs"),
+        ({"weight": CODES, "weight_scale": FP8[:, :16]}, "a.weight_scale_2 is absent"),
+        (
+            {"weight": CODES, "weight_scale": FP8[:, :8], "weight_scale_2": ONE},
+            "must be of (256, 16)",
+        ),
+        (
+            {"weight": CODES, "weight_scale": FP8[:, :16], "weight_scale_2": torch.ones(2)},
+            "a.weight_scale_2 must be one number",
+        ),
+        (
+            {
+                "weight_packed": CODES.int(),
+                "weight_scale": torch.ones(256, 16),
+                "weight_global_scale": ONE,
+            },
+            "a.weight_packed is torch.int32, and codes of nvfp4_inverse are torch.uint8",
+        ),
+    ],
+)
+def test_parts_that_are_not_those_of_their_kind_are_refused(tensors, says, tmp_path):
+    named = {f"a__{name}": tensor.clone().contiguous() for name, tensor in tensors.items()}
+    source = folder_of(tmp_path, **named)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        DecodedFolder(source)
 
 
 @pytest.mark.parametrize("method", ["fp8", None])
