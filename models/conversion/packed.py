@@ -43,14 +43,15 @@ class _Packed:
             return f"{absent[0]} is absent, which {self.parts[0]} needs to be decoded"
         codes, scale = (source.spec(part) for part in self.parts[:2])
         *stack, rows, columns = self.spec.shape
-        shapes = {
+        kinds: dict[str, list[tuple[int, ...]]] = {
             "nvfp4": [(*stack, rows, columns // 16)],
             "nvfp4_inverse": [(*stack, rows, columns // 16)],
             "mxfp8": [(*stack, rows, -(-columns // 32))],
             "fp8": [(), (1,), (1, 1), (rows,), (rows, 1)],
             "fp8_blocks": [(-(-rows // 128), -(-columns // 128))],
             "mxfp4_experts": [codes.shape[:-1]],
-        }[self.kind]
+        }
+        shapes = kinds[self.kind]
         if scale.shape not in shapes:
             return (
                 f"{self.parts[1]} is of shape {scale.shape} for a weight of {self.spec.shape} in "

@@ -16,6 +16,7 @@ from models.pattern import Pattern
 
 _SHOWN = 6
 _HEAD = "lm_head.weight"
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ProofError(ConfigError):
@@ -112,6 +113,11 @@ def to_ours(plan: Plan, link: Link, theirs: list[Tensor]) -> Iterator[tuple[Piec
     ConfigError when the shapes are not those that the configuration says.
     """
     names = ", ".join(map(str, link.theirs))
+    if other := [tensor.dtype for tensor in theirs if tensor.dtype not in _PLAIN]:
+        raise ProofError(
+            f"{names} must be of floating-point numbers of 16 bits or more, got {other[0]}: it is "
+            "no weight, or one in codes"
+        )
     try:
         made = link.shape.to_ours(theirs, plan.sizes)
     except (RuntimeError, ValueError, IndexError) as error:

@@ -23,7 +23,7 @@ from models.conversion.sections import (
 from models.hf_mapping import FAMILIES
 from models.hf_mapping.table import Family
 from models.pattern import parse_pattern
-from pretrain.conversion.opened import OpenCheckpoint
+from pretrain.conversion.opened import OpenCheckpoint, text_files
 from pretrain.conversion.progress import Bar
 from pretrain.conversion.verifying import Pair, Verdict, verify_pair
 from pretrain.pretrain_config import DTYPES
@@ -78,7 +78,7 @@ def export_checkpoint(checkpoint: OpenCheckpoint, folder: Path, options: ExportO
     except BaseException:
         shutil.rmtree(part)
         raise
-    return Exported(finish_folder(part, folder, verdict), family.name, notes, verdict)
+    return Exported(finish_folder(part, verdict), family.name, notes, verdict)
 
 
 def make_pair(
@@ -109,8 +109,9 @@ def export_config(checkpoint: OpenCheckpoint, name: str | None) -> tuple[Family,
     except ConfigError:
         same = False
     found = dict(stored) if same else {**stored, **written}
-    found.pop("torch_dtype", None)
-    found.pop("quantization_config", None)
+    # Of other weights, or of Python files, which do not travel.
+    for name in ("torch_dtype", "quantization_config", "auto_map"):
+        found.pop(name, None)
     return family, found
 
 
@@ -153,22 +154,35 @@ def _write_tensors(
 
 
 def begin_folder(folder: Path) -> Path:
-    """FOLDER.part, empty. ConfigError when FOLDER holds something."""
-    folder = Path(folder)
-    if folder.is_dir() and any(folder.iterdir()):
+    """FOLDER.part, empty. ConfigError when FOLDER is no new or empty folder."""
+    place = Path(folder).resolve()
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"HF_DIR must be a folder; {folder} is a file; give another")
+    if place.is_dir() and any(place.iterdir()):
         raise ConfigError(f"HF_DIR must be new or empty; {folder} holds files; give another")
-    part = folder.with_name(folder.name + ".part")
+    if place.is_mount() or place == Path.cwd():
+        raise ConfigError(
+            f"HF_DIR cannot be a disk's own folder or the one you are in; got {folder}; give one "
+            "within it"
+        )
+    part = place.with_name(place.name + ".part")
+    for former in (part, place.with_name(place.name + ".failed")):
+        if former.exists() and any(former.iterdir()) and not any(former.glob("*.safetensors*")):
+            raise ConfigError(
+                f"an export to {folder} would delete {former}, which is no former export: move it, "
+                "or give another HF_DIR"
+            )
     if part.exists():
         shutil.rmtree(part)
     part.mkdir(parents=True)
     return part
 
 
-def finish_folder(part: Path, folder: Path, verdict: Verdict | None) -> Path:
-    """The folder under its name, or as FOLDER.failed if the proof failed."""
-    target = Path(folder)
+def finish_folder(part: Path, verdict: Verdict | None) -> Path:
+    """`begin_folder`'s under the name asked for, or as FOLDER.failed if the proof failed."""
+    target = part.with_suffix("")
     if verdict is not None and not verdict.ok:
-        target = target.with_name(target.name + ".failed")
+        target = part.with_suffix(".failed")
         if target.exists():
             shutil.rmtree(target)
     elif target.is_dir():
@@ -203,9 +217,8 @@ def _write_tokenizer(checkpoint: OpenCheckpoint, folder: Path, given: Path | Non
     from pretrain.data.tokenizer import TOKENIZER_NAME
 
     if given is not None and given.is_dir():
-        for path in given.iterdir():
-            kind = path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja")
-            if kind and path.name not in ("config.json", "generation_config.json"):
+        for path in text_files(given):
+            if path.name not in ("config.json", "generation_config.json"):
                 shutil.copyfile(path, folder / path.name)
         return []
     if given is None:

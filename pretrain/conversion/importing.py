@@ -19,17 +19,13 @@ from models.conversion.plan import Plan, ProofError, make_plan, to_ours, with_ti
 from models.conversion.sections import engine_config, family_of, read_section, sizes_of
 from models.pattern import parse_pattern
 from pretrain.checkpoint.io import dump_json, file_entry, make_folder, remove_folder, write_durably
-from pretrain.checkpoint.layout import COMPLETE, STATE, seal, step_folder
+from pretrain.checkpoint.layout import COMPLETE, STATE, candidates, seal, step_folder
 from pretrain.checkpoint.tensors import TensorReader, TensorWriter
 from pretrain.config import make_config
 from pretrain.config_file import encode
-from pretrain.conversion.opened import CARRIED, process_groups
+from pretrain.conversion.opened import CARRIED, process_groups, text_files
 from pretrain.conversion.progress import Bar
 from pretrain.conversion.verifying import Pair, Verdict, open_folder, verify_pair
-
-# Text files of a model folder that are not weights. Python files are not taken: they are code.
-_TAKEN = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-_LARGEST = 64 * 2**20
 
 
 @dataclass
@@ -78,7 +74,7 @@ def import_folder(folder: Path, checkpoints: Path, options: ImportOptions) -> Im
     target = step_folder(checkpoints, 0)
     with fresh_folder(checkpoints, target):
         names = _write_tensors(plan, source, expected, target, options.show)
-        names += carry_files(_small_files(folder), target, CARRIED)
+        names += carry_files(text_files(folder), target, CARRIED)
         about = {"step": 0, "imported_from": Path(folder).name}
         names.append(write_state(target, encode(config), about))
         verdict = None
@@ -140,8 +136,11 @@ def _complete_plan(
 @contextlib.contextmanager
 def fresh_folder(checkpoints: Path, target: Path) -> Iterator[None]:
     """An empty folder for the checkpoint; removed again unless it was completed."""
-    if target.exists() and (target / COMPLETE).exists():
-        raise ConfigError(f"CKPT_DIR must be new; {target} exists; give another, or delete it")
+    if others := [path.name for path in candidates(checkpoints) if (path / COMPLETE).exists()]:
+        raise ConfigError(
+            f"CKPT_DIR must be new; {checkpoints} holds {others[0]}, and a run starts from the "
+            "newest that it finds; give another, or delete it"
+        )
     checkpoints.mkdir(parents=True, exist_ok=True)
     if target.exists():
         remove_folder(target)
@@ -185,18 +184,6 @@ def _check_copy(plan: Plan, link: Any, theirs: list[Any], source: Any) -> None:
                     "copy (a tied head, or a prediction layer's), and differs; if it is a head of "
                     "its own, set tie_word_embeddings to false in config.json"
                 )
-
-
-def _small_files(folder: Path) -> list[Path]:
-    """Configuration, tokenizer and generation config."""
-    return [
-        path
-        for path in sorted(Path(folder).iterdir())
-        if path.is_file()
-        and path.suffix in _TAKEN
-        and not path.name.endswith(".index.json")
-        and path.stat().st_size <= _LARGEST
-    ]
 
 
 def carry_files(paths: Iterable[Path], target: Path, prefix: str) -> list[str]:

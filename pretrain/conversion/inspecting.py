@@ -20,6 +20,7 @@ from pretrain.checkpoint.layout import STATE, candidates, check_contents
 from pretrain.checkpoint.tensors import TensorReader
 from pretrain.conversion.opened import CARRIED, open_checkpoint, process_groups
 from pretrain.conversion.progress import Bar
+from pretrain.conversion.verifying import read_hf_config
 
 _NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
@@ -157,7 +158,7 @@ def _check_tensors(path: Path, reader: TensorReader, show: bool) -> list[str]:
 
 
 def _inspect_folder(folder: Path, check: bool, show: bool) -> tuple[list[str], list[str]]:
-    hf_config, source = json.loads((folder / "config.json").read_bytes()), SafetensorsFolder(folder)
+    hf_config, source = read_hf_config(folder), SafetensorsFolder(folder)
     others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.suffix != ".safetensors")
     quantization = hf_config.get("quantization_config") or {}
     classes = ", ".join(hf_config.get("architectures") or [])

@@ -2,6 +2,7 @@
 """A checkpoint opened for conversion: its tensors, model section, vocabulary and carried files."""
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,23 @@ from pretrain.pretrain_config import DTYPES, PretrainConfig
 
 CARRIED = "hf."
 """Files of a model folder travel in a checkpoint under their name with this in front."""
+# Text files of a model folder. Python files are not taken: they are code.
+_TAKEN = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+_LARGEST = 64 * 2**20
+# Those that say how its weights are stored, which a conversion changes.
+_OF_WEIGHTS = ("*.index.json", "hf_quant_config.json")
+
+
+def text_files(folder: Path) -> list[Path]:
+    """Configuration, tokenizer and generation config of a model folder: what travels with it."""
+    return [
+        path
+        for path in sorted(Path(folder).iterdir())
+        if path.is_file()
+        and path.suffix in _TAKEN
+        and not any(fnmatch(path.name, pattern) for pattern in _OF_WEIGHTS)
+        and path.stat().st_size <= _LARGEST
+    ]
 
 
 def process_groups() -> Any:

@@ -79,7 +79,7 @@ def export_packed(checkpoint: OpenCheckpoint, folder: Path, options: PackOptions
     except BaseException:
         shutil.rmtree(part)
         raise
-    return Exported(finish_folder(part, folder, verdict), family.name, notes, verdict)
+    return Exported(finish_folder(part, verdict), family.name, notes, verdict)
 
 
 def chosen(checkpoint: OpenCheckpoint, plan: Plan, options: PackOptions) -> Choice:
@@ -353,9 +353,16 @@ def open_packing(
     about = hf_config["quantization_config"]
     method = about.get("quant_method")
     options.layout = "compressed-tensors" if method == "compressed-tensors" else "modelopt"
-    weights = about["config_groups"]["group_0"]["weights"]
-    kinds = {4: "nvfp4", 8: "mxfp8" if weights.get("group_size") == 32 else "fp8"}
-    options.format = kinds[weights["num_bits"]]
+    kinds = {(4, 16): "nvfp4", (8, 32): "mxfp8", (8, None): "fp8"}
+    try:
+        weights = about["config_groups"]["group_0"]["weights"]
+        options.format = kinds[weights["num_bits"], weights.get("group_size")]
+    except (KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            "quantization_config is not that of an export of ours in nvfp4, mxfp8 or fp8, which "
+            f"has one group of layers; got {about.get('config_groups')}; pass --decode to compare "
+            "decoded values"
+        ) from None
     family, _ = export_config(checkpoint, hf_config.get("model_type"))
     plan = export_plan(checkpoint, family)
     choice = chosen(checkpoint, plan, options)

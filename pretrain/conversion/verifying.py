@@ -2,7 +2,7 @@
 """Proof that a checkpoint and a model folder are one model: names, values, settings, logits."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,13 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"HF_DIR must hold config.json; {folder} has none") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold keys and values in braces; got {str(found)[:60]!r}")
+    about = found.get("quantization_config")
+    if about is None:
+        found.pop("quantization_config", None)
+    elif not isinstance(about, dict):
+        raise ConfigError(f"{path}: quantization_config must be keys and values; got {about!r}")
     return found
 
 
@@ -214,24 +221,44 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _prove(pair: Pair, plan: Plan, notes: list[str], show: bool) -> LogitsProof:
-    fewer: dict[str, torch.dtype] = {}
+    theirs: dict[str, torch.dtype] = {}
+    ours: dict[str, torch.dtype] = {}
     for link in plan.links:
-        for piece in link.theirs:
-            dtype = plan.spec(link.ours[0]).dtype
-            if dtype.itemsize < pair.source.spec(piece.name).dtype.itemsize:
-                fewer[piece.name] = dtype
-    if fewer:
-        more = f" and {len(fewer) - 1} more" if len(fewer) > 1 else ""
+        dtype, other = plan.spec(link.ours[0]).dtype, pair.source.spec(link.theirs[0].name).dtype
+        if dtype is not other:
+            theirs |= {piece.name: dtype for piece in link.theirs}
+            ours |= {piece.name: other for piece in link.ours}
+    if theirs:
+        name = next(iter(theirs))
+        more = f" and {len(theirs) - 1} more" if len(theirs) > 1 else ""
         notes.append(
-            f"{next(iter(fewer))}{more} of the model folder have more bits than the checkpoint's "
-            "tensor: both engines start from the rounded values"
+            f"{name}{more} of the model folder are {_dtype_name(pair.source.spec(name).dtype)}, "
+            f"the checkpoint's tensors {_dtype_name(theirs[name])}: both engines start from values "
+            "rounded to both"
         )
-    judge = Judge(pair.folder, pair.source, fewer.get)
+    judge = Judge(pair.folder, pair.source, theirs.get)
     notes += judge.notes
-    ours = StreamedModel(pair.section, pair.reader, process_groups())
+    model = StreamedModel(pair.section, _Rounded(pair.reader, ours), process_groups())
     return compare_logits(
-        ours, judge, pair.family, pair.hf_config, vocab_size=plan.sizes.vocab_size, show=show
+        model, judge, pair.family, pair.hf_config, vocab_size=plan.sizes.vocab_size, show=show
     )
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A checkpoint's tensors as a folder of other dtypes holds them."""
+
+    reader: TensorReader
+    dtypes: Mapping[str, torch.dtype]
+
+    def read_region(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of a tensor."""
+        tensor = self.reader.read_region(name, offsets, sizes)
+        return tensor.to(self.dtypes.get(name, tensor.dtype)).to(tensor.dtype)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def compare_logits(

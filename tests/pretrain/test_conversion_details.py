@@ -191,6 +191,28 @@ def test_dtypes_stay(tmp_path):
     assert torch.equal(narrow.reader.read(name), value.bfloat16())
 
 
+def test_fewer_bits_on_either_side(tmp_path):
+    """Both engines start from the rounded values; values that are no numbers are no weights."""
+    wide = hf_toys.make_toy("qwen3", tmp_path / "wide")
+    import_folder(wide, tmp_path / "c", replace(QUIET, verify=False))
+    options = ExportOptions(show=False, dtype="bf16")
+    done = export_checkpoint(open_checkpoint(tmp_path / "c"), tmp_path / "narrow", options)
+    assert done.verdict.ok, done.verdict.problems
+    assert done.verdict.logits.logits_error < 2e-5
+    assert "are bfloat16, the checkpoint's tensors float32" in done.verdict.notes[0]
+    before, after = load_file(wide / FILE), load_file(tmp_path / "narrow" / FILE)
+    assert all(torch.equal(before[key].bfloat16(), after[key]) for key in before)
+    # config.json says BF16, the file has FP16.
+    save_file({key: tensor.half() for key, tensor in before.items()}, tmp_path / "narrow" / FILE)
+    done = import_folder(tmp_path / "narrow", tmp_path / "other", QUIET)
+    assert done.verdict.ok, done.verdict.problems
+    assert "are float16, the checkpoint's tensors bfloat16" in done.verdict.notes[0]
+    before["model.norm.weight"] = before["model.norm.weight"].to(torch.int8)
+    save_file(before, wide / FILE)
+    with pytest.raises(ProofError, match=r"norm\.weight must be of floating-point numbers"):
+        import_folder(wide, tmp_path / "codes", QUIET)
+
+
 def test_training_starts_from_an_import(tmp_path):
     """Step 0, weights alone, an optimizer of its own; and the run can be exported again."""
     folder = hf_toys.make_toy("qwen3", tmp_path / "hf", vocab_size=128)

@@ -4,6 +4,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,80 @@ def test_mistakes_are_exit_status_2(folder, checkpoints, tmp_path, capsys):
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors")
     assert convert.main(["import", str(tmp_path), str(tmp_path / "c")]) == 2
     assert "did you mean llama?" in capsys.readouterr().err
+
+
+def test_any_json_is_no_config(folder, checkpoints, tmp_path, capsys):
+    place = tmp_path / "hf"
+    shutil.copytree(folder, place)
+    values = json.loads((folder / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**values, "quantization_config": None}))
+    assert convert.main(["verify", str(checkpoints), str(place)]) == 0
+    foreign = {"quant_method": "compressed-tensors", "config_groups": {"group_1": {}}}
+    for text, says in (
+        ("[]", "must hold keys and values in braces; got '[]'"),
+        ("{", "is not JSON"),
+        (json.dumps({**values, "quantization_config": "nvfp4"}), "must be keys and values"),
+    ):
+        (place / "config.json").write_text(text)
+        for command in (["inspect"], ["verify", str(checkpoints)]):
+            assert convert.main([*command, str(place)]) == 2
+            assert says in capsys.readouterr().err
+    (place / "config.json").write_text(json.dumps({**values, "quantization_config": foreign}))
+    assert convert.main(["verify", str(checkpoints), str(place)]) == 2
+    assert "is not that of an export of ours" in capsys.readouterr().err
+
+
+def test_nothing_of_the_users_is_in_the_way(folder, checkpoints, tmp_path, capsys, monkeypatch):
+    def export(place):
+        return convert.main(["export", str(checkpoints), str(place), "--no-verify"])
+
+    (tmp_path / "file").write_text("mine")
+    assert export(tmp_path / "file") == 2
+    assert "HF_DIR must be a folder" in capsys.readouterr().err
+    for suffix in ("part", "failed"):
+        mine = tmp_path / f"{suffix}.{suffix}" / "thesis.txt"
+        mine.parent.mkdir()
+        mine.write_text("mine")
+        assert export(tmp_path / suffix) == 2
+        assert "which is no former export" in capsys.readouterr().err
+        assert mine.read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert export(".") == 2
+    assert "or the one you are in; got ." in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "empty.part").mkdir()
+    (tmp_path / "empty.part" / "model.safetensors.part").write_text("of an export that was killed")
+    assert export("link") == 0
+    assert (tmp_path / "link" / "config.json").is_file()
+    assert not list(tmp_path.glob("*.part/config.json"))
+    # A run starts from the newest checkpoint of a folder: another model's, here.
+    step = tmp_path / "run" / "step_00000007"
+    shutil.copytree(checkpoints / "step_00000000", step)
+    assert convert.main(["import", str(folder), str(tmp_path / "run")]) == 2
+    assert "CKPT_DIR must be new" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "run") == [step.name]
+
+
+def test_what_tells_of_other_weights_does_not_travel(folder, checkpoints, tmp_path):
+    place = tmp_path / "hf"
+    shutil.copytree(folder, place)
+    (place / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    hf_toys.edit_config(place, auto_map={"AutoConfig": "configuration_x.XConfig"})
+    assert convert.main(["import", str(place), str(tmp_path / "c"), "--no-verify"]) == 0
+    out = [str(tmp_path / "c"), str(tmp_path / "out"), "--no-verify"]
+    assert convert.main(["export", *out]) == 0
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    # A tokenizer from a folder in shards, whose index names files that this one has not.
+    (place / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    (place / "tokenizer.json").write_text('{"of": "another"}')
+    out = [str(checkpoints), str(tmp_path / "other"), "--no-verify", "--tokenizer", str(place)]
+    assert convert.main(["export", *out]) == 0
+    assert json.loads((tmp_path / "other" / "tokenizer.json").read_text()) == {"of": "another"}
+    assert not list((tmp_path / "other").glob("*index.json"))
+    assert not list((tmp_path / "other").glob("hf_quant*"))
 
 
 @pytest.mark.parametrize("command", ["import", "export", "upcycle"])
