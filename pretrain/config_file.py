@@ -110,10 +110,15 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
         raise ConfigError(
             f"the config must be UTF-8 text; got {path} (byte {error.start} is not)"
         ) from None
-    value = parse_yaml(text, str(path))
+    return parse_sections(text, str(path))
+
+
+def parse_sections(text: str, where: str) -> dict[str, Any]:
+    """The mapping of a run file's text; `where` names it. ConfigError when it is none."""
+    value = parse_yaml(text, where)
     if not isinstance(value, dict):
         found = "an empty file" if value is None else f"{type(value).__name__} {value!r:.60}"
-        raise ConfigError(f"the config must be a mapping of sections; got {found} in {path}")
+        raise ConfigError(f"the config must be a mapping of sections; got {found} in {where}")
     return value
 
 

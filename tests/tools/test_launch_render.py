@@ -241,6 +241,7 @@ spec:
         (JOB_SET, "nvidia.com/gpu: 8", "cpu: 8", "names no GPU"),
         (JOB_SET, "enableDNSHostnames: true", "publishNotReadyAddresses: false", "before they are"),
         (JOB_SET, "backoffLimit", "backofLimit", "did you mean backoffLimit"),
+        (JOB_SET, "name: pretrain}", f"name: {'h' * 49}}}", "at most 48 characters"),
     ],
 )
 def test_runtimes_and_job_sets(text, old, new, words):

@@ -11,10 +11,11 @@ from tools.launch.documents import Document, read_documents
 from tools.launch.findings import Finding, Findings, at
 from tools.launch.job_facts import JOB_KINDS, KINDS, MOVED
 from tools.launch.pytorch_rules import check_pytorch_job
+from tools.launch.run_file_rules import Maps, config_maps
 from tools.launch.slurm_rules import check_shell, check_slurm
 from tools.launch.slurm_script import looks_like_directive
 from tools.launch.structure import check_structure, shown
-from tools.launch.together import check_together, config_maps
+from tools.launch.together import check_together
 from tools.launch.trainer_rules import check_job_set, check_runtime, check_train_job
 
 _GROUPS = ("kubeflow.org/", "trainer.kubeflow.org/", "jobset.x-k8s.io/")
@@ -75,7 +76,7 @@ def _unlisted(document: Document) -> list[Document]:
     return members
 
 
-def _check(document: Document, runtimes: dict[str, Any], maps: dict[str, set[str]]) -> Findings:
+def _check(document: Document, runtimes: dict[str, Any], maps: Maps) -> Findings:
     found, value = Findings(document), document.value
     for path, line in document.repeated:
         found.document.lines[path] = line
@@ -94,7 +95,7 @@ def _check(document: Document, runtimes: dict[str, Any], maps: dict[str, set[str
     elif kind in ("TrainingRuntime", "ClusterTrainingRuntime"):
         check_runtime(value, found)
     elif kind == "JobSet":
-        check_job_set(value, found)
+        check_job_set(value, found, maps)
     elif kind == "ConfigMap":
         _check_config_map(value, found)
     return found

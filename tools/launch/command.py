@@ -7,13 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Flags of torchrun that take no value; every other one takes the next word, or `=value`.
-_SWITCHES = {"standalone", "module", "no_python", "run_path", "m", "event_log_handler_none"}
+_SWITCHES = {"standalone", "module", "no_python", "run_path", "m", "virtual_local_rank"}
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh"}
-_PREFIXES = {"exec", "env", "nohup", "time", "command", "numactl", "nice", "stdbuf", "tini", "--"}
+_PREFIXES = {"exec", "env", "nohup", "time", "command", "--"}
+# They start what stands behind their own options.
+_WRAPPERS = {"srun", "apptainer", "singularity", "enroot", "podman", "docker", "timeout"}
+_WRAPPERS |= {"uv", "poetry", "pixi", "conda", "mamba", "micromamba"}
+_WRAPPERS |= {"numactl", "nice", "stdbuf", "tini", "dumb-init"}
 _PYTHON = re.compile(r"^python(\d+(\.\d+)?)?$")
 _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 _MOST_LINES = 60  # of one quoted text
 _SEPARATORS = {"&&", "||", ";", "|", "&", "then", "do", "else", "{", "("}
+_SEPARATORS |= {"if", "elif", "while", "until", "!", "}", "fi", "done"}
+_HERE_DOCUMENT = re.compile(r"<<-?[ ]*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2[ ]*$", re.M | re.S)
+# NAME="..." or NAME=(...), where the text is options or begins with what starts something.
+_KEPT_WORDS = re.compile(
+    r"^[ \t]*(?:(?:export|readonly|local|declare(?: -\w+)*)[ ]+)?(\w+)(\+?)="
+    r"(?:\(([^()]*)\)|\"([^\"]*)\"|'([^']*)')",
+    re.M,
+)
+_USE = re.compile(r'"\$\{(\w+)\[@\]\}"|\$\{(\w+)(?:\[[@*]\])?\}|\$(\w+)')
+_WORDS_OF_A_START = re.compile(r"\s*(-|(\S*/)?(torchrun|srun|python[\d.]*)(\s|$))")
 
 
 @dataclass
@@ -30,6 +44,11 @@ class Start:
     """Whether that is a module."""
     shell: str | None = None
     """The shell text, where a shell runs it."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether torchrun's flags may stand in a variable that the text does not set."""
+        return self.rest[:1] != [] and re.match(r"\$\{?\w", self.rest[0]) is not None
 
 
 def read_command(words: Sequence[str]) -> Start:
@@ -60,8 +79,17 @@ def read_script(text: str) -> Start:
 
 def commands(text: str) -> list[list[str]]:
     """The simple commands of a shell text, as words; what cannot be split is left out."""
-    lines = re.sub(r"\\\n", " ", text).split("\n")
-    found: list[list[str]] = []
+    return [words for words, _ in statements(text)]
+
+
+def statements(text: str) -> list[tuple[list[str], str]]:
+    """The simple commands of a shell text, each with the separator behind it: `;`, `|`, `&`, ...
+
+    Texts of here-documents are left out, and variables that hold options or a start are put in.
+    """
+    text = _HERE_DOCUMENT.sub(r"\3", re.sub(r"\\\n", " ", text))
+    lines = re.sub(r"[<>]&|&>", ">", _put_in(text)).split("\n")
+    found: list[tuple[list[str], str]] = []
     first = 0
     while first < len(lines):
         words: list[str] | None = None
@@ -74,11 +102,31 @@ def commands(text: str) -> list[list[str]]:
         for word in [*(words or []), ";"]:
             if word in _SEPARATORS or set(word) <= set("();|&"):
                 if current:
-                    found.append(current)
+                    found.append((current, word))
+                elif found and word == "&":  # behind a group: ( ... ) &, { ...; } &
+                    found[-1] = (found[-1][0], word)
                 current = []
             else:
                 current.append(word)
     return found
+
+
+def _put_in(text: str) -> str:
+    """A shell text with the variables that hold options, or what to start, replaced by them."""
+    kept: dict[str, str] = {}
+
+    def keep(match: re.Match[str]) -> str:
+        name, more, *parts = match.groups()
+        value = " ".join(_USE.sub(use, next(part for part in parts if part is not None)).split())
+        if name not in kept and not _WORDS_OF_A_START.match(value):
+            return match[0]
+        kept[name] = f"{kept.get(name, '')} {value}" if more else value
+        return ""
+
+    def use(match: re.Match[str]) -> str:
+        return kept.get(match[1] or match[2] or match[3], match[0])
+
+    return _USE.sub(use, _KEPT_WORDS.sub(keep, text))
 
 
 def _words(text: str) -> list[str] | None:
@@ -102,8 +150,10 @@ def _simple(words: list[str]) -> Start:
     if not words:
         return Start()
     name = words[0].rsplit("/", 1)[-1]
-    if name == "srun":
-        return _simple(_after_srun(words[1:]))
+    if name in _SHELLS:
+        return read_command(words)
+    if name in _WRAPPERS:
+        return read_command(words[1:][program_at(words[1:]) :])
     if name == "torchrun":
         return _torchrun(words[1:])
     if _PYTHON.match(name) or name.startswith("$"):
@@ -111,12 +161,14 @@ def _simple(words: list[str]) -> Start:
     return Start(program=name, rest=words[1:])
 
 
-def _after_srun(words: list[str]) -> list[str]:
-    """The words after srun's own options; options with a separate value are the short ones."""
-    while words and words[0].startswith("-"):
-        takes_value = re.fullmatch(r"-[A-Za-z]", words[0]) is not None
-        words = words[2 if takes_value else 1 :]
-    return words
+def program_at(words: Sequence[str]) -> int:
+    """Where the own options of a wrapper such as srun end, and what it starts begins."""
+    known = {"torchrun", *_SHELLS, *_WRAPPERS}
+    for index, word in enumerate(words):
+        name = word.rsplit("/", 1)[-1]
+        if not word.startswith("-") and (name in known or _PYTHON.match(name)):
+            return index
+    return next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
 
 
 def _python(words: list[str], name: str) -> Start:

@@ -127,7 +127,7 @@ def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
 def label(name: str) -> str:
     """`name` as a DNS label: lower-case letters, digits, dashes."""
     text = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    return (text if text[:1].isalpha() else f"run-{text}")[:50].strip("-")
+    return (text if text[:1].isalpha() else f"run-{text}")[:45].strip("-")
 
 
 def _text(path: str, data: dict[str, Any], overrides: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrain.redact import holds_secret, is_secret_name, mask_text
 from tools.launch.documents import Path
-from tools.launch.findings import Findings, at
+from tools.launch.findings import Findings, at, words
 from tools.launch.pod_facts import VOLUME_SOURCES
 from tools.launch.structure import as_number
 
@@ -18,7 +18,7 @@ _RDMA = re.compile(r"rdma|infiniband|hostdev|(^|[/_-])(ib|roce|sriov)|efa", re.I
 _NATIVE = re.compile(r"^(cpu|memory|ephemeral-storage|hugepages-\w+)$")
 MIN_SHM = 2**30
 # What torchrun allows its workers to save after SIGTERM.
-_GRACE_SECONDS = 30
+SAVE_SECONDS = 30
 
 # Host and port, folders in lower case, a tag, a digest.
 IMAGE = re.compile(
@@ -35,6 +35,7 @@ class Pod:
         container: the training container, and the path to it; empty when there is none.
         resources: its resources, and the path to them (a TrainJob keeps them elsewhere).
         cpu_only: the program is told to run on the CPU.
+        whole: all of its volumes are known, none comes from what is not in the file.
     """
 
     spec: dict[str, Any]
@@ -44,6 +45,7 @@ class Pod:
     resources: dict[str, Any] = field(default_factory=dict)
     resources_path: Path = ()
     cpu_only: bool = False
+    whole: bool = True
 
 
 def gpu_count(resources: dict[str, Any]) -> int:
@@ -71,11 +73,16 @@ def check_pod(pod: Pod, found: Findings) -> None:
 
 def check_grace(pod: Pod, found: Findings) -> None:
     """A stop must leave the time of a save."""
-    seconds = pod.spec.get("terminationGracePeriodSeconds")
-    if isinstance(seconds, int) and seconds < _GRACE_SECONDS:
+    seconds = pod.spec.get("terminationGracePeriodSeconds", SAVE_SECONDS)
+    hook = at(pod.container, "lifecycle", "preStop")
+    asleep = re.search(r"\bsleep (\d+)", " ".join(words(at(hook, "exec", "command", kind=list))))
+    before = int(asleep[1]) if asleep else at(hook, "sleep", "seconds", kind=int)
+    if isinstance(seconds, int) and seconds - before < SAVE_SECONDS:
+        behind = f" less the {before} s of preStop" if before else ""
         found.error(
             (*pod.path, "terminationGracePeriodSeconds"),
-            f"a stopped run needs time to save; got {seconds} s; write at least {_GRACE_SECONDS}",
+            f"a stopped run needs time to save; got {seconds} s{behind}; write at least "
+            f"{SAVE_SECONDS + before}",
         )
 
 
@@ -90,11 +97,14 @@ def check_containers(pod: Pod, found: Findings) -> None:
                 found.error((*path, "name"), f"{name!r} is there twice; rename one")
             names.append(name)
             check_env(at(container, "env", kind=list), (*path, "env"), found)
-            if pod.container and container is not pod.container:
+            ends = (
+                group == "initContainers" and at(container, "restartPolicy", kind=str) != "Always"
+            )
+            if pod.container and container is not pod.container and not ends:
                 _check_no_gpu(container, path, found)
-            for words in ("command", "args"):
-                for number, word in enumerate(at(container, words, kind=list)):
-                    _check_no_secret(word, (*path, words, number), found)
+            for part in ("command", "args"):
+                for number, word in enumerate(at(container, part, kind=list)):
+                    _check_no_secret(word, (*path, part, number), found)
 
 
 def _check_no_gpu(container: Any, path: Path, found: Findings) -> None:
@@ -274,6 +284,8 @@ def _check_shm_volume(pod: Pod, name: str, path: Path, found: Findings) -> None:
         if at(volume, "name", kind=str) != name:
             continue
         here = (*pod.path, "volumes", index)
+        if at(volume, "hostPath", "path", kind=str).rstrip("/") == "/dev/shm":
+            return  # the machine's own shared memory
         empty_dir = volume.get("emptyDir") if isinstance(volume, dict) else None
         if not isinstance(empty_dir, dict) or empty_dir.get("medium") != "Memory":
             found.error(
@@ -307,8 +319,11 @@ def check_fabric(pod: Pod, found: Findings) -> None:
         for index, volume in enumerate(at(pod.spec, "volumes", kind=list))
         if at(volume, "hostPath", "path", kind=str).startswith("/dev/infiniband")
     ]
+    security = at(pod.container, "securityContext")
+    opens = security.get("privileged") is True  # every device of the machine
+    opens |= any(not _GPU.match(str(name)) for name in devices)
     if not (rdma or host):
-        if any(
+        if not opens and any(
             at(entry, "name", kind=str).startswith("NCCL_IB_HCA")
             for entry in at(pod.container, "env", kind=list)
         ):
@@ -318,7 +333,6 @@ def check_fabric(pod: Pod, found: Findings) -> None:
                 "resource to resources.limits, such as rdma/ib: 1",
             )
         return
-    security = at(pod.container, "securityContext")
     added = [
         str(one).removeprefix("CAP_") for one in at(security, "capabilities", "add", kind=list)
     ]

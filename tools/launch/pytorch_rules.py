@@ -7,6 +7,7 @@ from typing import Any
 from tools.launch.documents import Path
 from tools.launch.findings import Findings, at, words
 from tools.launch.pod_rules import Pod, check_images, check_pod, gpu_count
+from tools.launch.run_file_rules import Maps, check_run_file
 from tools.launch.start_rules import (
     CARRIED,
     RENDEZVOUS,
@@ -14,7 +15,6 @@ from tools.launch.start_rules import (
     check_reserved,
     check_start,
 )
-from tools.launch.together import check_run_file
 
 _LABEL = re.compile(r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
 _SPECS = ("spec", "pytorchReplicaSpecs")
@@ -31,6 +31,8 @@ _INJECTED = {
 def check_name(metadata: Any, longest: int, what: str, found: Findings) -> None:
     """A name that pods and their services can be named after."""
     name = at(metadata, "name", kind=str)
+    if not name and (beginning := at(metadata, "generateName", kind=str)):
+        name = f"{beginning}abcde"  # five letters or digits of the API server
     if not name:
         if isinstance(metadata, dict) and not isinstance(metadata.get("name"), str | None):
             return  # the structure check has said it
@@ -53,7 +55,7 @@ def _proper(name: str) -> str:
     return text if text[:1].isalpha() else f"run-{text}".rstrip("-")
 
 
-def check_pytorch_job(job: dict[str, Any], found: Findings, maps: dict[str, set[str]]) -> None:
+def check_pytorch_job(job: dict[str, Any], found: Findings, maps: Maps) -> None:
     """Everything that a PyTorchJob's schema does not say. `maps`: ConfigMaps in the same file."""
     replicas = at(job, *_SPECS)
     nodes = sum(_replicas(one) for one in replicas.values())
@@ -78,7 +80,7 @@ def check_pytorch_job(job: dict[str, Any], found: Findings, maps: dict[str, set[
         start = check_start(pod.container, setting, pod.container_path, found)
         pod.cpu_only = "run.device=cpu" in words(pod.container.get("args")) + start.rest
         check_pod(pod, found)
-        check_run_file(start, pod, maps, found)
+        check_run_file(start, setting, pod, maps, found)
         _check_gpus(pod, processes, gpus, found)
         reserved_at = (*pod.container_path, "env")
         check_reserved(
@@ -211,6 +213,12 @@ def _check_gpus(pod: Pod, processes: int | None, gpus: int, found: Findings) -> 
 
 
 def _check_template(replica: Any, path: Path, found: Findings) -> None:
+    if at(replica, "restartPolicy", kind=str) == "ExitCode":
+        found.advise(
+            (*path[:-1], "restartPolicy"),
+            "ExitCode starts a pod again after a status of 128 or more only, and torchrun ends "
+            "with 1 whatever has failed; write OnFailure",
+        )
     if "restartPolicy" in at(replica, "template", "spec"):
         found.advise(
             (*path, "spec", "restartPolicy"),

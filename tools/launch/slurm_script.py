@@ -2,7 +2,10 @@
 """A Slurm batch script: its directives with their lines, and sbatch's options."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
+
+from tools.launch.findings import Findings
 
 _SHORT = {
     "N": "nodes",
@@ -62,9 +65,9 @@ class Script:
     comments: list[int] = field(default_factory=list)
     """Lines that look like directives and are comments."""
 
-    def value(self, name: str) -> str:
-        """A directive's value, or ""."""
-        return self.options.get(name, ("", 0))[0]
+    def value(self, name: str, otherwise: str = "") -> str:
+        """A directive's value, or `otherwise`."""
+        return self.options.get(name, (otherwise, 0))[0]
 
 
 def read_script(text: str) -> Script:
@@ -78,11 +81,21 @@ def read_script(text: str) -> Script:
             if begun:
                 script.late.append(number)
                 continue
-            for name, value in read_options(line.removeprefix("#SBATCH").split(" #")[0].split()):
+            words = _words(line.removeprefix("#SBATCH"))
+            if words[:1] in (["hetjob"], ["packjob"]):
+                break  # srun starts on the first part of the job
+            for name, value in read_options(words):
                 script.options[name] = (value, number)
         elif line.strip() and not line.lstrip().startswith("#"):
             begun = True
     return script
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quote that nothing closes
+        return text.split(" #")[0].split()
 
 
 def read_options(words: list[str]) -> list[tuple[str, str]]:
@@ -104,6 +117,15 @@ def read_options(words: list[str]) -> list[tuple[str, str]]:
         found.append((name, value))
         index += 1
     return found
+
+
+def line_of(script: Script, words: str, found: Findings) -> tuple[str, ...]:
+    """A path that stands for the line of the first match in the script."""
+    for number, line in enumerate(script.text.split("\n"), 1):
+        if re.search(words, line) and not line.lstrip().startswith("#"):
+            found.document.lines[("the script",)] = number
+            return ("the script",)
+    return ()
 
 
 def looks_like_directive(line: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.launch.command import Start, read_command
+from tools.launch.command import Start, read_command, statements
 from tools.launch.documents import Path
 from tools.launch.findings import Findings, at, words
 
@@ -99,6 +99,8 @@ def check_start(
         )
     if start.program == "torchrun":
         _check_torchrun(start, setting, place, found)
+        if start.shell is not None:
+            _check_shell(start.shell, line, place, found)
     elif start.program == "python":
         _check_python(start, setting, place, found)
     elif start.program in _OTHER_LAUNCHERS:
@@ -138,16 +140,55 @@ def _check_torchrun(start: Start, setting: Setting, place: Path, found: Findings
         )
     if start.flags.get("standalone") == "true" and setting.nodes > 1:
         found.error(place, "--standalone makes every node a run of its own; remove it")
+    check_program(start, place, found)
+
+
+def check_program(start: Start, place: Path, found: Findings) -> None:
+    """What torchrun is to run."""
     if not start.rest:
         found.error(place, "torchrun is given nothing to run; add -m pretrain CONFIG to args")
         return
     program = start.rest[0]
+    if start.hidden:
+        return
     if start.module and program.endswith(".py"):
         found.error(place, f"-m takes a module; got {program!r}; remove -m, or the .py")
     elif not start.module and "/" not in program and "." not in program:
         found.error(place, f"torchrun takes a file, and {program!r} is a module; put -m before it")
     elif program == "pretrain" and start.module and len(start.rest) < 2:
         found.error(place, "pretrain is given no run file; add its path to args")
+
+
+def _check_shell(text: str, line: list[str], place: Path, found: Findings) -> None:
+    """A shell between the pod and torchrun: it passes neither SIGTERM nor, always, a status on."""
+    steps = statements(text)
+    index = max(
+        (i for i, (words, _) in enumerate(steps) if "torchrun" in " ".join(words)), default=-1
+    )
+    if index < 0 or re.search(r"\b(trap|if|while|until)\b[^\n]*", text):
+        return
+    train, behind = steps[index]
+    last, shown = index == len(steps) - 1, " ".join(line)
+    stops = re.search(r"\bset -\w*e|\berrexit\b", text) or any(
+        re.fullmatch(r"-\w*e\w*", word) for word in line[:-1]
+    )
+    lost = {"|": "pipefail" not in shown, "||": True, ";": not last and not stops}.get(
+        behind, False
+    )
+    tells = re.search(r"\bexit\b|\$\?|PIPESTATUS", text) or (train[0] == "exec" and behind == ";")
+    if lost and not tells:
+        found.error(
+            place,
+            "the pod ends with the status of what stands behind torchrun, so that a failed run "
+            "counts as done and is not started again; begin with set -eo pipefail, or put it last",
+        )
+    taken_over = len(steps) == 1 or (last and any(word.endswith("bash") for word in line[:-1]))
+    if "exec" not in train and not (taken_over and behind == ";"):
+        found.advise(
+            place,
+            "the shell keeps SIGTERM to itself, so that a stopped pod is killed before the run "
+            "saves; write exec torchrun, as the last command",
+        )
 
 
 def _check_python(start: Start, setting: Setting, place: Path, found: Findings) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.launch.command import Start
 from tools.launch.documents import Document, Path
 from tools.launch.findings import Findings, at
 from tools.launch.job_facts import JOB_KINDS
-from tools.launch.pod_rules import Pod
 
 # What a volume names, by the key of its source.
 _NAMED = {
@@ -28,16 +26,6 @@ class _Use:
     kind: str
     name: str
     optional: bool
-
-
-def config_maps(documents: Sequence[Document]) -> dict[str, set[str]]:
-    """{ConfigMap of the file: its keys}."""
-    found: dict[str, set[str]] = {}
-    for value in (document.value for document in documents):
-        if at(value, "kind", kind=str) == "ConfigMap":
-            keys = {*at(value, "data"), *at(value, "binaryData")}
-            found[at(value, "metadata", "name", kind=str)] = {str(key) for key in keys}
-    return found
 
 
 def check_together(documents: Sequence[Document], findings: Sequence[Findings]) -> None:
@@ -135,45 +123,3 @@ def node_count(job: Any) -> int:
     for one in at(job, "spec", "replicatedJobs", kind=list):
         counts.append(at(one, "template", "spec", "parallelism", kind=int))
     return sum(count for count in counts if isinstance(count, int))
-
-
-def check_run_file(start: Start, pod: Pod, maps: dict[str, set[str]], found: Findings) -> None:
-    """The run file that the command names is where a ConfigMap of this file puts it."""
-    if not start.module or start.rest[:1] != ["pretrain"] or len(start.rest) < 2:
-        return
-    path = start.rest[1]
-    if not path.startswith("/") or "$" in path:
-        return
-    sources = {
-        at(volume, "name", kind=str): at(volume, "configMap")
-        for volume in at(pod.spec, "volumes", kind=list)
-    }
-    there: list[str] = []
-    for number, mount in enumerate(at(pod.container, "volumeMounts", kind=list)):
-        place = at(mount, "mountPath", kind=str).rstrip("/")
-        source = sources.get(at(mount, "name", kind=str)) or {}
-        keys = maps.get(at(source, "name", kind=str))
-        within = path == place or path.startswith(f"{place}/")
-        if keys is None or at(mount, "subPath", kind=str):
-            if within:
-                return  # another volume: what it holds is not in this file
-            continue
-        if items := at(source, "items", kind=list):
-            keys = {at(item, "path", kind=str) for item in items}
-        files = [f"{place}/{key}" for key in sorted(keys)]
-        if path in files:
-            return
-        there += files
-        if within:
-            found.error(
-                (*pod.container_path, "volumeMounts", number),
-                f"{path} is not in the ConfigMap {source['name']!r}, which holds "
-                f"{', '.join(sorted(keys)) or 'nothing'}; write {' or '.join(files) or 'it there'}",
-            )
-            return
-    same = [file for file in there if file.rsplit("/", 1)[-1] == path.rsplit("/", 1)[-1]]
-    if same:
-        found.error(
-            pod.container_path,
-            f"the run file is mounted as {same[0]}, and the command reads {path}; write {same[0]}",
-        )

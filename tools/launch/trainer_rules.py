@@ -20,8 +20,8 @@ from tools.launch.pod_rules import (
     gpu_count,
 )
 from tools.launch.pytorch_rules import check_name
+from tools.launch.run_file_rules import Maps, check_run_file
 from tools.launch.start_rules import CARRIED, Setting, check_reserved, check_start
-from tools.launch.together import check_run_file
 
 _RESERVED = set(CARRIED.values())
 _STOCK = "torch-distributed"
@@ -32,13 +32,12 @@ def check_train_job(
     job: dict[str, Any],
     found: Findings,
     runtimes: dict[str, dict[str, Any]],
-    maps: dict[str, set[str]],
+    maps: Maps,
 ) -> None:
     """Everything that a TrainJob's schema does not say.
 
     `runtimes` and `maps`: the runtimes and ConfigMaps of the same file.
     """
-    check_name(job.get("metadata"), 63, "for its pods' names", found)
     spec, trainer = at(job, "spec"), at(job, "spec", "trainer")
     path: Path = ("spec", "trainer")
     reference = at(spec, "runtimeRef", "name", kind=str)
@@ -52,15 +51,17 @@ def check_train_job(
     pod = _train_pod(spec, trainer, node, found)
     nodes = trainer.get("numNodes")
     nodes = nodes if isinstance(nodes, int) else 1
+    check_name(job.get("metadata"), _longest_name("node", nodes), "for its pods' names", found)
     processes = trainer.get("numProcPerNode")
     processes = processes if isinstance(processes, int) and processes > 0 else None
+    pod.whole = bool(node) or reference == _STOCK
     own = "command" in trainer or "args" in trainer
     if own or reference == _STOCK:
         gpus = gpu_count(pod.resources)
         setting = Setting("TrainJob", nodes, processes, gpus)
         start = check_start(trainer, setting, path, found)
         pod.cpu_only = "run.device=cpu" in words(trainer.get("args")) + start.rest
-        check_run_file(start, pod, maps, found)
+        check_run_file(start, setting, pod, maps, found)
     if "image" in trainer:
         check_image(trainer, path, found)
     elif reference == _STOCK:
@@ -260,9 +261,14 @@ def check_runtime(runtime: dict[str, Any], found: Findings) -> None:
             )
 
 
-def check_job_set(job_set: dict[str, Any], found: Findings) -> None:
-    """Rules of a JobSet that trains: nobody injects anything, so it must say it all."""
-    check_name(job_set.get("metadata"), 63, "for its pods' names", found)
+def check_job_set(job_set: dict[str, Any], found: Findings, maps: Maps) -> None:
+    """Rules of a JobSet that trains: nobody injects anything, so it must say it all.
+
+    `maps`: the ConfigMaps of the same file.
+    """
+    jobs = at(job_set, "spec", "replicatedJobs", kind=list)
+    longest = min((_longest_name(*_size(job)) for job in jobs), default=63)
+    check_name(job_set.get("metadata"), longest, "for its pods' names", found)
     if at(job_set, "spec", "network").get("publishNotReadyAddresses") is False:
         found.error(
             ("spec", "network", "publishNotReadyAddresses"),
@@ -270,10 +276,20 @@ def check_job_set(job_set: dict[str, Any], found: Findings) -> None:
         )
     base: Path = ("spec", "replicatedJobs")
     for index, job in enumerate(at(job_set, *base, kind=list)):
-        _check_set_job(job, (*base, index), found)
+        _check_set_job(job, (*base, index), found, maps)
 
 
-def _check_set_job(job: Any, path: Path, found: Findings) -> None:
+def _size(job: Any) -> tuple[str, int]:
+    """(name, pods) of a JobSet's job."""
+    return at(job, "name", kind=str), at(job, "template", "spec", "parallelism", kind=int) or 1
+
+
+def _longest_name(job: str, pods: int) -> int:
+    """Of a JobSet whose pods are NAME-JOB-0-POD-abcde; its webhook refuses longer ones."""
+    return 63 - len(f"-{job}-0-{max(pods - 1, 0)}-abcde")
+
+
+def _check_set_job(job: Any, path: Path, found: Findings, maps: Maps) -> None:
     spec, here = at(job, "template", "spec"), (*path, "template", "spec")
     pods = at(spec, "parallelism", kind=int) or 1
     done = at(spec, "completions", kind=int) or pods
@@ -297,6 +313,7 @@ def _check_set_job(job: Any, path: Path, found: Findings) -> None:
         setting = Setting("JobSet", pods, None, gpu_count(pod.resources), carried={})
         start = check_start(pod.container, setting, pod.container_path, found)
         pod.cpu_only = "run.device=cpu" in words(pod.container.get("args"))
+        check_run_file(start, setting, pod, maps, found)
         names = {at(e, "name", kind=str) for e in at(pod.container, "env", kind=list)}
         if start.program == "torchrun" and pods > 1:
             _check_meeting(start.flags, names, pod.container_path, found)
