@@ -4,10 +4,14 @@
 import pytest
 import yaml
 
+from fused_ops.errors import ConfigError
 from tests.distributed import ROOT
+from tools.launch.__main__ import main
+from tools.launch.batch_script import render_slurm
 from tools.launch.check import check_text
 from tools.launch.command import read_command, statements
 from tools.launch.documents import write_documents
+from tools.launch.job import Options, read_job
 
 EXAMPLES = ROOT / "examples" / "launch"
 HEAD = """\
@@ -160,6 +164,7 @@ def test_statements_and_what_ends_them():
     steps = [(" ".join(words), end) for words, end in statements(text)]
     assert steps == [("a -x 1 2>1", "|"), ("b", ";"), ("c", ";"), ("d", "&"), ("cat > f", ";"),
                      ("e", ";")]  # fmt: skip
+    assert statements("a x=b#1 ${#c} # d")[0][0] == ["a", "x=b#1", "${#c}"]
     assert read_command(["uv", "run", "--frozen", "torchrun", "a.py"]).rest == ["a.py"]
 
 
@@ -295,3 +300,47 @@ def test_a_restart_that_never_comes():
             role["restartPolicy"] = "ExitCode"
 
     assert any("torchrun ends with 1" in one for one in found(_job("pytorchjob.yaml", change), 1))
+
+
+@pytest.mark.parametrize(
+    ("image", "written"),
+    [
+        ("registry.example:5000/a/nibble:0.1", "'registry.example:5000#a/nibble:0.1'"),
+        ("nvidia/pytorch:1", "nvidia/pytorch:1"),
+        ("/images/nibble.sqsh", "/images/nibble.sqsh"),
+    ],
+)
+def test_a_container_of_slurm_has_what_the_run_names(image, written):
+    """enroot's way to name a registry; data, runs and the run file are the same on both sides."""
+    run = str(EXAMPLES / "run.yaml")
+    overrides = ["data.valid=/data/shards/more/valid"]
+    text = render_slurm(read_job(run, overrides, Options(nodes=16, image=image)))
+    mounts = f'"$PWD:$PWD",/data/shards:/data/shards,/runs:/runs,{EXAMPLES}:{EXAMPLES}'
+    folders = ",".join(sorted(mounts.split(",")[1:]))
+    assert f'--container-image={written} --container-mounts="$PWD:$PWD",{folders} ' in text
+    assert 'mkdir -p "$RUN_DIR"\n' in text
+    assert "tools.launch reach" not in text, "it is in the image, not on the host"
+    assert found(text) == []
+
+
+def test_a_digest_is_nothing_that_enroot_reads():
+    job = read_job(
+        str(EXAMPLES / "run.yaml"), [], Options(nodes=16, image=f"a/b@sha256:{'0' * 64}")
+    )
+    with pytest.raises(ConfigError, match="must name a tag"):
+        render_slurm(job)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        ("trainjob", ["--secret", "a"], "--secret has no place in what starts a trainjob"),
+        ("trainjob", ["--host-network"], "only in that of a pytorchjob; remove it"),
+        ("slurm", ["--rdma", "rdma/ib"], "only in that of a pytorchjob or trainjob"),
+        ("pytorchjob", ["--partition", "big"], "--partition has no place"),
+    ],
+)
+def test_an_option_that_would_be_dropped_is_refused(kind, words, said, capsys):
+    run = str(EXAMPLES / "run.yaml")
+    assert main(["render", kind, run, "--nodes=16", "--image=r/nibble:1", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -26,6 +26,15 @@ _USAGE = (
     "       python -m tools.launch reach HOST PORT"
 )
 _STOCK = "torch-distributed"
+_PODS = ("pytorchjob", "trainjob")
+# Options that not every kind of manifest has a place for: the kinds that have.
+_PLACES = {
+    **dict.fromkeys(("secret", "host_network"), ("pytorchjob",)),
+    **dict.fromkeys(("namespace", "rdma", "shm_size", "data_claim", "runs_claim"), _PODS),
+    **dict.fromkeys(("storage", "storage_class", "workdir", "config_folder"), _PODS),
+    "runtime": ("trainjob",),
+    **dict.fromkeys(("partition", "account", "time"), ("slurm",)),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +98,7 @@ def _add_options(render: argparse.ArgumentParser) -> None:
         render.add_argument(name, type=kind, default=default, help=text)
 
     render.add_argument("--nodes", type=int, required=True, help="machines of the run")
-    option("--image", "container image; needed but for slurm, where pyxis starts it")
+    option("--image", "container image; needed but for slurm, where pyxis starts it (or a .sqsh)")
     option("--gpus-per-node", "GPUs of a machine; 0: a run on CPUs", int, 8)
     option("--processes-per-node", "with --gpus-per-node 0: processes of a machine", int)
     option("--name", "name of the job (run.name as a DNS label)")
@@ -98,12 +107,14 @@ def _add_options(render: argparse.ArgumentParser) -> None:
     option("--cpus", "CPUs of a node's container or task")
     option("--memory", "memory of a node's container or task")
     option("--rdma", "the cluster's RDMA resource, RESOURCE or RESOURCE=COUNT, such as rdma/ib=1")
-    render.add_argument("--host-network", action="store_true", help="use the host's network")
+    render.add_argument(
+        "--host-network", action="store_true", help="pytorchjob: use the host's network"
+    )
     option("--data-claim", "volume claim with the data (data)")
     option("--runs-claim", "volume claim for run folders (one is rendered)")
     option("--storage", "size of the rendered claim (1Ti)", str, "1Ti")
     option("--storage-class", "storage class of the rendered claim; must allow ReadWriteMany")
-    option("--secret", "Secret whose entries become variables, such as WANDB_API_KEY")
+    option("--secret", "pytorchjob: Secret whose entries become variables, such as WANDB_API_KEY")
     option("--runtime", "trainjob: the training runtime (torch-distributed)", str, _STOCK)
     option("--workdir", "the image's working directory (/nibble)", str, "/nibble")
     option("--config-folder", "where the run file lies in a container (/cfg)", str, "/cfg")
@@ -123,6 +134,13 @@ def _render(chosen: argparse.Namespace) -> int:
     no_image = chosen.kind != "slurm" and not chosen.image
     problems = ["--image must name the container image; there is no default; add it"] * no_image
     options = Options(**{f.name: getattr(chosen, f.name) for f in fields(Options)})
+    problems += [
+        f"--{f.name.replace('_', '-')} has no place in what starts a {chosen.kind}, only in that "
+        f"of a {' or '.join(_PLACES[f.name])}; remove it"
+        for f in fields(Options)
+        if chosen.kind not in _PLACES.get(f.name, (chosen.kind,))
+        and getattr(options, f.name) != f.default
+    ]
     try:
         job = read_job(chosen.config, chosen.overrides, options)
     except ConfigError as error:

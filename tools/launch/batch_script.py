@@ -2,15 +2,17 @@
 """The Slurm batch script of a job: one torchrun a node, saved before the time is over, requeued."""
 
 import math
+import re
 import shlex
 
+from fused_ops.errors import ConfigError
 from tools.launch.job import Job
 from tools.launch.structure import as_number
 
 BODY = """
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
-python -m tools.launch reach "$head" "$port"
+@BEFORE@
 
 # The time is nearly over, or the job is preempted: ask the run to save and stop.
 soon=no
@@ -77,19 +79,34 @@ def render_slurm(job: Job) -> str:
         "",
         *(f"{name}={shlex.quote(value)}" for name, value in settings.items()),
     ]
-    container = ""
-    if options.image:
-        container = (
-            f'--container-image={options.image} --container-mounts="$PWD:$PWD" '
-            '--container-workdir="$PWD" '
-        )
+    before = 'python -m tools.launch reach "$head" "$port"'
+    if options.image:  # nibble is in the image, and what is mounted must be there
+        before = 'mkdir -p "$RUN_DIR"'
     body = (
-        BODY.replace("@SRUN@", container)
+        BODY.replace("@SRUN@", _container(job))
+        .replace("@BEFORE@", before)
         .replace("@PROCESSES@", "$SLURM_GPUS_ON_NODE" if not job.cpu else str(job.processes))
         .replace("@MORE@", " ".join(map(shlex.quote, more)))
         .replace(' "$RUN_NAME"  &', ' "$RUN_NAME" &')
     )
     return "\n".join([*head, *lines]) + body.replace(" \n", "\n").replace("  &", " &")
+
+
+def _container(job: Job) -> str:
+    """srun's options for pyxis; "" without an image."""
+    image = job.options.image
+    if not image:
+        return ""
+    if "@" in image:
+        raise ConfigError(f"--image must name a tag for slurm: enroot reads no digest; got {image}")
+    registry, slash, rest = image.partition("/")
+    if slash and (re.search(r"[.:]", registry) or registry == "localhost"):
+        image = f"{registry}#{rest}"  # enroot's way to write it; it asks Docker's hub otherwise
+    mounts = ['"$PWD:$PWD"', *(shlex.quote(f"{folder}:{folder}") for folder in job.folders)]
+    return (
+        f"--container-image={shlex.quote(image)} --container-mounts={','.join(mounts)} "
+        '--container-workdir="$PWD" '
+    )
 
 
 def _memory(quantity: str | None) -> str | None:

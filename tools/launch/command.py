@@ -19,6 +19,7 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 _MOST_LINES = 60  # of one quoted text
 _SEPARATORS = {"&&", "||", ";", "|", "&", "then", "do", "else", "{", "("}
 _SEPARATORS |= {"if", "elif", "while", "until", "!", "}", "fi", "done"}
+_INNER_HASH, _HASH = re.compile(r"(?<=[^\s;|&(])#"), "\ue000"
 _HERE_DOCUMENT = re.compile(r"<<-?[ ]*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2[ ]*$", re.M | re.S)
 # NAME="..." or NAME=(...), where the text is options or begins with what starts something.
 _KEPT_WORDS = re.compile(
@@ -131,11 +132,12 @@ def _put_in(text: str) -> str:
 
 def _words(text: str) -> list[str] | None:
     """The words of a shell line; None where a quote is open and the text goes on."""
-    reader = shlex.shlex(text, posix=True, punctuation_chars="();|&")
+    # A comment begins a word, to a shell; shlex begins it anywhere.
+    reader = shlex.shlex(_INNER_HASH.sub(_HASH, text), posix=True, punctuation_chars="();|&")
     reader.whitespace_split = True
     reader.commenters = "#"
     try:
-        return list(reader)
+        return [word.replace(_HASH, "#") for word in reader]
     except ValueError:
         return None
 

@@ -16,6 +16,9 @@ from tools.launch.documents import write_documents
 from tools.launch.pod_rules import IMAGE, MIN_SHM
 from tools.launch.structure import as_number
 
+# A file that pyxis starts; no pod does, and the check of a manifest says so.
+_SQUASHED = re.compile(r"/[\w./+-]+\.sqsh")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -89,6 +92,17 @@ class Job:
         if not paths:
             return None
         return posixpath.commonpath([posixpath.dirname(path) for path in paths])
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders with absolute paths that the run file names, and its own; none within another."""
+        files = [path for path in _data_paths(self.config) if "://" not in path]
+        named = {posixpath.dirname(path) for path in [*files, self.config_path]}
+        found: list[str] = []
+        for path in sorted(map(posixpath.normpath, {*named, self.config.run.dir})):
+            if path.startswith("/") and not any(_overlap(path, other) for other in found):
+                found.append(path)
+        return found
 
     def _absolute(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self.options.workdir, path))
@@ -207,7 +221,7 @@ def _name_problems(options: Options, job: Job) -> list[str]:
         f"{job.name!r}; --name {label(job.name)[:longest]}",
     )
     rules.ask(
-        options.image is None or IMAGE.match(options.image),
+        options.image is None or IMAGE.match(options.image) or _SQUASHED.fullmatch(options.image),
         f"--image must be REGISTRY/NAME:TAG, folders and name in lower case; got {options.image!r}",
     )
     named = ("namespace", "secret", "runtime", "storage_class", "data_claim", "runs_claim")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a Slurm batch script: numbers in one place, and a run that survives its time limit."""
+"""Rules of a Slurm batch script: numbers in one place, and what its tasks are given."""
 
 import difflib
 import re
