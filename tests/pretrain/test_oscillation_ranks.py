@@ -38,6 +38,16 @@ def _engine(pattern, name, reset, **optimizer):
     return build_engine(config, initialize(config.parallel, seed=11), VOCAB)
 
 
+def _start(engine, folder):
+    """From the weights of the first start, which leaves them; a collective."""
+    there = folder.exists()
+    dist.barrier()  # no rank looks after another has begun to write
+    if not there:
+        save_weights(engine, folder)
+        dist.barrier()
+    load_weights(engine, folder)
+
+
 def _save(engine, folder):
     """All of model and optimizer; a collective."""
     if dist.get_rank() == 0:
@@ -55,10 +65,7 @@ def _decay_all(folder, pattern, layouts):
     for name in layouts:
         reset = {**RESET, "threshold": 1.02}
         engine = _engine(pattern, name, reset, lr=1.0, weight_decay=0.02, clip_grad=0.0)
-        if not (folder / "start").exists():
-            save_weights(engine, folder / "start")
-        dist.barrier()
-        load_weights(engine, folder / "start")
+        _start(engine, folder / "start")
         for chunk in engine.chunks:
             chunk.zero_grad_buffer()
         for step in range(1, UPDATES + 1):
@@ -139,10 +146,7 @@ def _train_all(folder, pattern, runs):
             engine.scheduler.step(first)
             engine.precision_state.weights_changed()
         else:
-            if not (folder / "start").exists():
-                save_weights(engine, folder / "start")
-            dist.barrier()
-            load_weights(engine, folder / "start")
+            _start(engine, folder / "start")
         losses = []
         for step in range(first + 1, last + 1):
             engine.precision_state.set_step(step)
