@@ -86,6 +86,10 @@ SOUND = {
                 f"export CMD=\"-m pretrain c.yaml\"\nsrun bash -c '$LAUNCHER $CMD' 2>&1{WAIT}",
     "arguments": f"{HEAD}{TRAP}ARGS=(\n  {BARE}\n)\nARGS+=(--max_restarts 3)\n"
                  f'srun torchrun "${{ARGS[@]}}" -m pretrain c.yaml{WAIT}',
+    "substitutions": f"{HEAD}{TRAP}ARGS=(\n  --nnodes $SLURM_NNODES  # all\n  --nproc_per_node "
+                     "$(nvidia-smi -L | wc -l)\n)\nsrun torchrun ${ARGS[@]} --rdzv_id "
+                     "$(echo $(date +%s) | tail -c 5) --rdzv_backend c10d --rdzv_endpoint "
+                     f"$head:$((20000 + SLURM_JOB_ID % 9999)) -m pretrain c.yaml{WAIT}",
     "hidden-arguments": f"{HEAD}{TRAP}. ./args.sh\nsrun torchrun $ARGS -m pretrain c.yaml{WAIT}",
     "told-ranks": changed("ntasks-per-node=1", "ntasks-per-node=8", HEAD) + TRAP + "srun bash -c "
                   f"'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID python -m pretrain a.yaml'{WAIT}",
@@ -165,6 +169,11 @@ def test_statements_and_what_ends_them():
     assert steps == [("a -x 1 2>1", "|"), ("b", ";"), ("c", ";"), ("d", "&"), ("cat > f", ";"),
                      ("e", ";")]  # fmt: skip
     assert statements("a x=b#1 ${#c} # d")[0][0] == ["a", "x=b#1", "${#c}"]
+    assert statements('a "$(b "c" | d)" x$((1 + 2)); e')[0][0] == [
+        "a",
+        '$(b "c" | d)',
+        "x$((1 + 2))",
+    ]
     assert read_command(["uv", "run", "--frozen", "torchrun", "a.py"]).rest == ["a.py"]
 
 

@@ -20,6 +20,10 @@ _MOST_LINES = 60  # of one quoted text
 _SEPARATORS = {"&&", "||", ";", "|", "&", "then", "do", "else", "{", "("}
 _SEPARATORS |= {"if", "elif", "while", "until", "!", "}", "fi", "done"}
 _INNER_HASH, _HASH = re.compile(r"(?<=[^\s;|&(])#"), "\ue000"
+# $(...) and $((...)): of one word, whatever they hold.
+_SUBSTITUTION = re.compile(r"\$\((?:\([^()]*\)|[^()]*)\)")
+_HIDDEN = {ord(char): 0xE100 + ord(char) for char in "();|&<>#'\" \t\n"}
+_SHOWN = {hidden: char for char, hidden in _HIDDEN.items()}
 _HERE_DOCUMENT = re.compile(r"<<-?[ ]*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2[ ]*$", re.M | re.S)
 # NAME="..." or NAME=(...), where the text is options or begins with what starts something.
 _KEPT_WORDS = re.compile(
@@ -89,6 +93,8 @@ def statements(text: str) -> list[tuple[list[str], str]]:
     Texts of here-documents are left out, and variables that hold options or a start are put in.
     """
     text = _HERE_DOCUMENT.sub(r"\3", re.sub(r"\\\n", " ", text))
+    while _SUBSTITUTION.search(text):  # the inner ones first
+        text = _SUBSTITUTION.sub(lambda match: match[0].translate(_HIDDEN), text)
     lines = re.sub(r"[<>]&|&>", ">", _put_in(text)).split("\n")
     found: list[tuple[list[str], str]] = []
     first = 0
@@ -118,6 +124,7 @@ def _put_in(text: str) -> str:
 
     def keep(match: re.Match[str]) -> str:
         name, more, *parts = match.groups()
+        parts[0] = parts[0] and re.sub(r"(?m)(^|\s)#.*", "", parts[0])
         value = " ".join(_USE.sub(use, next(part for part in parts if part is not None)).split())
         if name not in kept and not _WORDS_OF_A_START.match(value):
             return match[0]
@@ -137,7 +144,7 @@ def _words(text: str) -> list[str] | None:
     reader.whitespace_split = True
     reader.commenters = "#"
     try:
-        return [word.replace(_HASH, "#") for word in reader]
+        return [word.replace(_HASH, "#").translate(_SHOWN) for word in reader]
     except ValueError:
         return None
 
