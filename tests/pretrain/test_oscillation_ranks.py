@@ -22,10 +22,11 @@ from pretrain.optimizer import update
 from pretrain.oscillation_config import OscillationReset
 from pretrain.parity.layouts import parse_layout
 from pretrain.parity.toy import VOCAB, micro_batches, read_case, run_config
-from pretrain.parity.train import IN_ORDER, load_weights, save_weights
+from pretrain.parity.train import IN_ORDER
 from pretrain.train_step import train_step
 from pretrain.weight_paths import PATHS
 from tests.distributed import run_distributed
+from tests.pretrain.common_start import common_start
 
 RESET = {"from": 0, "interval": 3, "window": 2}
 UPDATES = 5  # reset before the third, followed again from the fourth on
@@ -36,16 +37,6 @@ def _engine(pattern, name, reset, **optimizer):
     changes = {"oscillation_reset": OscillationReset(**reset), **optimizer}
     config = replace(config, optimizer=replace(config.optimizer, **changes))
     return build_engine(config, initialize(config.parallel, seed=11), VOCAB)
-
-
-def _start(engine, folder):
-    """From the weights of the first start, which leaves them; a collective."""
-    there = folder.exists()
-    dist.barrier()  # no rank looks after another has begun to write
-    if not there:
-        save_weights(engine, folder)
-        dist.barrier()
-    load_weights(engine, folder)
 
 
 def _save(engine, folder):
@@ -65,7 +56,7 @@ def _decay_all(folder, pattern, layouts):
     for name in layouts:
         reset = {**RESET, "threshold": 1.02}
         engine = _engine(pattern, name, reset, lr=1.0, weight_decay=0.02, clip_grad=0.0)
-        _start(engine, folder / "start")
+        common_start(engine, folder / "start")
         for chunk in engine.chunks:
             chunk.zero_grad_buffer()
         for step in range(1, UPDATES + 1):
@@ -146,7 +137,7 @@ def _train_all(folder, pattern, runs):
             engine.scheduler.step(first)
             engine.precision_state.weights_changed()
         else:
-            _start(engine, folder / "start")
+            common_start(engine, folder / "start")
         losses = []
         for step in range(first + 1, last + 1):
             engine.precision_state.set_step(step)

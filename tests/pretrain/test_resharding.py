@@ -19,9 +19,10 @@ from pretrain.checkpoint.write import ShardWriter
 from pretrain.parity.layouts import parse_layout
 from pretrain.parity.matrix import FP32_BOUNDS
 from pretrain.parity.toy import SAMPLES, read_case
-from pretrain.parity.train import IN_ORDER, build, load_weights, micro_batches, save_weights
+from pretrain.parity.train import IN_ORDER, build, micro_batches
 from pretrain.train_step import train_step
 from tests.distributed import run_distributed
+from tests.pretrain.common_start import common_start
 
 BEFORE, AFTER = 2, 3
 TWO = {2: ("dp2", "tp2sp", "pp2", "pp2v2", "ep2", "cp2")}
@@ -63,10 +64,7 @@ def _save_all(folder, pattern, layouts):
     found = {}
     for name in layouts:
         engine = build(case, parse_layout(name), "cpu")
-        if not (folder / "start").exists():
-            save_weights(engine, folder / "start")
-        dist.barrier()
-        load_weights(engine, folder / "start")
+        common_start(engine, folder / "start")
         _steps(case, engine, 0, BEFORE)
         _save(engine, folder / name)
         found[name] = _steps(case, engine, BEFORE, BEFORE + AFTER)
