@@ -74,11 +74,11 @@ class SafetensorsFolder:
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+                missing = [name for name in names if not (self.folder / name).is_file()]
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ConfigError(
                     f"{index} is not an index of safetensors files ({error}); fetch the model anew"
                 ) from None
-            missing = [name for name in names if not (self.folder / name).is_file()]
             if missing:
                 raise ConfigError(
                     f"{self.folder} lacks {', '.join(missing)}, which {INDEX} names; fetch the "
@@ -159,7 +159,8 @@ def _read_header(path: Path, before: Mapping[str, _Entry]) -> dict[str, _Entry]:
                 )
             spec = TensorSpec(tuple(about["shape"]), DTYPES[about["dtype"]])
             start, end = about["data_offsets"]
-            if min(spec.shape, default=0) < 0 or end - start != spec.nbytes:
+            whole = all(type(size) is int and size >= 0 for size in spec.shape)
+            if not whole or end - start != spec.nbytes:
                 raise ConfigError(f"{path}: {name} does not fit the file; fetch the model anew")
             spans.append((start, end, name))
             entries[name] = _Entry(path, 8 + length + start, spec)

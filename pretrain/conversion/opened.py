@@ -130,8 +130,11 @@ def open_checkpoint(
     reader = TensorReader(found.path)
     if weights == "ema":
         reader = reader.averaged()
-    vocab_size = vocab_size or config.model.vocab_size or state["extra"].get("vocab_size")
-    vocab_size = vocab_size or vocabulary_of_data(config)
+    known = config.model.vocab_size or state["extra"].get("vocab_size")
+    if vocab_size is not None and (vocab_size < 1 or vocab_size != (known or vocab_size)):
+        what = f"that of the checkpoint, {known}" if known else "at least 1"
+        raise ConfigError(f"--vocab-size must be {what}; got {vocab_size}; leave it out")
+    vocab_size = vocab_size or known or vocabulary_of_data(config)
     padded = padded_vocab_size(config.model, vocab_size)
     embedding = "embedding.word_embeddings.weight"
     if embedding in reader and reader.shape(embedding)[0] != padded:

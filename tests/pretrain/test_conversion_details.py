@@ -271,6 +271,7 @@ def _two(first, second):
         (_two([-8, 0], [0, 8]), "a does not fit"),
         (_two([0, 8], [12, 20]), "b does not fit"),
         ({"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "a does not fit"),
+        ({"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}}, "a does not fit"),
         ({"a": {"dtype": "F32", "shape": [4]}}, "no readable header"),
         ({"a": [1]}, "no readable header"),
     ],
@@ -278,6 +279,13 @@ def _two(first, second):
 def test_a_header_that_lies_is_refused(tmp_path, tensors, says):
     (tmp_path / "model.safetensors").write_bytes(_file(**tensors))
     with pytest.raises(ConfigError, match=says):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[1], {"weight_map": {"a": 1}}, {"weight_map": ["a"]}])
+def test_an_index_that_is_none_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="is not an index of safetensors files"):
         SafetensorsFolder(tmp_path)
 
 

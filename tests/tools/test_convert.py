@@ -73,6 +73,10 @@ def test_mistakes_are_exit_status_2(folder, checkpoints, tmp_path, capsys):
     assert "CKPT_DIR must be new" in capsys.readouterr().err
     assert convert.main(["export", str(tmp_path), str(tmp_path / "h")]) == 2
     assert "CKPT_DIR must hold a checkpoint" in capsys.readouterr().err
+    for size in ("150", "0"):  # both are padded to the rows that there are
+        more = ["--vocab-size", size]
+        assert convert.main(["export", str(checkpoints), str(tmp_path / "h"), *more]) == 2
+        assert "--vocab-size must be that of the checkpoint, 203" in capsys.readouterr().err
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     for pickle, says in ((None, "it holds none"), ("pytorch_model.bin", "is a pickle, which can")):
         if pickle is not None:
