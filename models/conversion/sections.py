@@ -22,7 +22,7 @@ _FIELDS = {
         softmax_scale rotary_interleaved no_rope_freq window_size attention_output_gate
         apply_query_key_layer_scaling qk_norm_over""",
     "+": """num_attention_heads q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-        rope_type rotary_base qk_layernorm""",
+        rope_type rotary_base rotary_percent mscale_all_dim qk_layernorm""",
     "-": "ffn_hidden_size gated_linear_unit activation_func glu_linear_offset"
     " activation_func_clamp_value",
     "E": """num_moe_experts moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax

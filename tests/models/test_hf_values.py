@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a config.json means: as transformers reads it, where it is silent too; or it is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from fused_ops.errors import ConfigError
-from models.conversion.sections import architecture, read_section
+from models.conversion.sections import architecture, choose_family, read_section
 from models.hf_mapping import FAMILIES
 from tests.models import hf_toys
 
@@ -114,3 +115,15 @@ DEEPSEEK = {**hf_toys.TOYS["deepseek_v3"][1], "model_type": "deepseek_v3"}
 def test_values_that_mean_nothing_here_are_named(values, says):
     with pytest.raises(ConfigError, match=says):
         read_section(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"), [({"rotary_percent": 0.5}, {}), ({}, {"mscale_all_dim": 0.1})]
+)
+def test_latent_attention_loses_no_setting_of_its_rotary_part(change, fields):
+    given = read_section(DEEPSEEK)
+    assert choose_family(given, hf_toys.VOCAB)[0].name == "deepseek_v3"
+    other = dataclasses.replace(given, megatron={**given.megatron, **fields}, **change)
+    (name,) = change | fields
+    with pytest.raises(ConfigError, match=f"deepseek_v3: {name}: 0.[15] in the checkpoint"):
+        choose_family(other, hf_toys.VOCAB)
