@@ -78,9 +78,11 @@ def signal_at(monkeypatch, module, call: int) -> None:
         ("dithered", "train_step", 4, 4, [2]),
         ("dithered", "evaluate", BATCHES + 1, 4, [2]),
         ("fp8_delayed", "evaluate", BATCHES + 2, 4, [2]),
-        ("dithered", "evaluate", 2 * BATCHES, 4, [2, 4]),
-        ("fp8_delayed", "train_step", STEPS, STEPS, [2, 4]),
-        ("dithered", "evaluate", 2 * BATCHES + 2, STEPS, [2, 4]),
+        pytest.param("dithered", "evaluate", 2 * BATCHES, 4, [2, 4], marks=pytest.mark.slow),
+        pytest.param("fp8_delayed", "train_step", STEPS, STEPS, [2, 4], marks=pytest.mark.slow),
+        pytest.param(
+            "dithered", "evaluate", 2 * BATCHES + 2, STEPS, [2, 4], marks=pytest.mark.slow
+        ),
         ("dithered", "evaluate", 3 * BATCHES, STEPS, [2, 4, 6]),
     ],
 )

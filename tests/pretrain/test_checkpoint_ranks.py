@@ -24,7 +24,11 @@ def train(world_size, run_dir, until, wanted):
         return ranks.results()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["sync", "async"],
+)
 def test_two_data_parallel_ranks_resume_bitwise(tmp_path, asynchronous):
     wanted = options(interval=2, async_save=asynchronous)
     straight = train(2, tmp_path / "a", 6, wanted)
@@ -151,7 +155,7 @@ def kill_during_saves(run_dir, world_size, wanted, kills, seed):
 @pytest.mark.parametrize(
     ("world_size", "asynchronous", "kills"),
     [
-        (1, False, 2),
+        pytest.param(1, False, 2, marks=pytest.mark.slow),
         (1, True, 2),
         pytest.param(2, False, 1, marks=pytest.mark.slow),
         pytest.param(2, True, 1, marks=pytest.mark.slow),
