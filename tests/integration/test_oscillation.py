@@ -2,7 +2,6 @@
 """Runs that reset weights stop and continue: bitwise in the middle of a window, off, and on."""
 
 import json
-import shutil
 
 import pytest
 import yaml
@@ -33,15 +32,6 @@ def trained(tmp_path_factory):
     config.write_text(yaml.safe_dump(toy_config(make_toy(folder / "data"), "-", **sections)))
     assert main([str(config)]) == 0
     return config, folder / "runs"
-
-
-@pytest.fixture
-def run(trained, request):
-    """A copy of the finished run, and the command that continues it."""
-    config, runs = trained
-    copy = runs / request.node.name.replace("[", "-").replace("]", "")
-    shutil.copytree(runs / "whole", copy)
-    return copy, [str(config), f"run.name={copy.name}"]
 
 
 def held(run, step):

@@ -65,15 +65,6 @@ def trained(tmp_path_factory):
     return config, folder / "runs"
 
 
-@pytest.fixture
-def run(trained, request):
-    """A copy of the finished run that a test may break, and the command that continues it."""
-    config, runs = trained
-    copy = runs / request.node.name.replace("[", "-").replace("]", "")
-    shutil.copytree(runs / "whole", copy)
-    return copy, [str(config), f"run.name={copy.name}"]
-
-
 def forget(run, *steps):
     for step in steps:
         shutil.rmtree(run / "checkpoints" / f"step_{step:08d}")
