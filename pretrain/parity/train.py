@@ -56,11 +56,17 @@ _worlds: list[tuple[ParallelConfig, World]] = []
 
 def _world(parallel: ParallelConfig, device: str) -> World:
     """Groups are kept while the layout stays: those of gloo have threads that are never freed."""
-    if _worlds and _worlds[0][0] == parallel and parallel_state.is_initialized():
+    if _worlds and _worlds[0][0] == parallel and _stands(_worlds[0][1]):
         return _worlds[0][1]
     world = initialize(parallel, device=device, seed=SEED)
     _worlds[:] = [(parallel, world)]
     return world
+
+
+def _stands(world: World) -> bool:
+    """Whether no other run of this process has put groups of its own in the place of these."""
+    now = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return now is world.groups.tp
 
 
 def train(case: Case, engine: Engine, start: Path, order: tuple[int, ...] = IN_ORDER) -> Trajectory:

@@ -20,7 +20,9 @@ from fused_ops.quantize import quantize
 from fused_ops.recipe import RECIPES, GemmRecipe
 from models import operand_cuts
 from models.comm import TensorParallelComm
+from models.config import ParallelConfig
 from models.operand_cuts import OperandCuts
+from pretrain.initialize import initialize
 from pretrain.parity import matrix
 from pretrain.parity.layouts import parse_layout
 from pretrain.parity.matrix import FIGURES, FP32_BOUNDS, Difference, Plan, Row, run
@@ -231,6 +233,14 @@ def test_a_flip_is_no_fault(said):
     )
     # The other way round the codes are not what the tensor gives.
     assert "1 of 8192 values on rank 0" in check(start, [pieces], BOUND).fault
+
+
+def test_another_run_between_two_of_parity():
+    """It has left groups of its own, and those of before are gone."""
+    case = read_case("-", "fp32", 1)
+    build(case, ONE_PROCESS, "cpu")
+    initialize(ParallelConfig(), device="cpu", seed=1)
+    assert build(case, ONE_PROCESS, "cpu").world.groups.tp.size() == 1
 
 
 def test_one_code_becomes_its_neighbour():
