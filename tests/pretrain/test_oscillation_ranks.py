@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from pretrain.checkpoint.state import data_parallel_group, load_sharded, sharded_state
+from pretrain.checkpoint.state import load_sharded
 from pretrain.checkpoint.tensors import TensorReader
-from pretrain.checkpoint.write import ShardWriter
 from pretrain.engine import build_engine
-from pretrain.evaluate import gathered_parameters
 from pretrain.initialize import initialize
 from pretrain.optimizer import update
 from pretrain.oscillation_config import OscillationReset
@@ -26,7 +23,7 @@ from pretrain.parity.train import IN_ORDER
 from pretrain.train_step import train_step
 from pretrain.weight_paths import PATHS
 from tests.distributed import run_distributed
-from tests.pretrain.common_start import common_start
+from tests.pretrain.common_start import common_start, leave_state
 
 RESET = {"from": 0, "interval": 3, "window": 2}
 UPDATES = 5  # reset before the third, followed again from the fourth on
@@ -37,17 +34,6 @@ def _engine(pattern, name, reset, **optimizer):
     changes = {"oscillation_reset": OscillationReset(**reset), **optimizer}
     config = replace(config, optimizer=replace(config.optimizer, **changes))
     return build_engine(config, initialize(config.parallel, seed=11), VOCAB)
-
-
-def _save(engine, folder):
-    """All of model and optimizer; a collective."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    with gathered_parameters(engine):
-        state = sharded_state(engine.chunks, engine.optimizer)
-        replicas = data_parallel_group(engine.chunks[0])
-        ShardWriter(folder, state, forked=False, replicas=replicas).done(wait=True)
 
 
 def _decay_all(folder, pattern, layouts):
@@ -66,7 +52,7 @@ def _decay_all(folder, pattern, layouts):
             updated, norm = update(engine.optimizer, 0.0, engine.oscillation.around_update())
             assert (updated, norm) == (True, 0.0)
         found[name] = engine.oscillation.take_report()
-        _save(engine, folder / name)
+        leave_state(engine, folder / name)
     return found
 
 
@@ -87,7 +73,7 @@ def _load_all(folder, pattern, names):
             Path(folder, name), engine.chunks, engine.optimizer, None, engine.oscillation.paths
         )
         assert engine.oscillation.load_state_dict({"updates": 2}) == []
-        _save(engine, Path(folder, f"{name}-again"))
+        leave_state(engine, Path(folder, f"{name}-again"))
 
 
 def _check_layouts(folder, pattern, worlds, weights, again=()):
@@ -144,7 +130,7 @@ def _train_all(folder, pattern, runs):
             own = micro_batches(case, step, rank, ranks, IN_ORDER)[: 2 // ranks]
             losses.append(train_step(engine, own).loss)
             if step in (3, last):
-                _save(engine, folder / f"{name}-{first}-{step}")
+                leave_state(engine, folder / f"{name}-{first}-{step}")
         found.append((losses, engine.oscillation.take_report()))
     return found
 

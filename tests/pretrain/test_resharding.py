@@ -13,16 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain.checkpoint.state import data_parallel_group, load_sharded, sharded_state
+from pretrain.checkpoint.state import load_sharded
 from pretrain.checkpoint.tensors import TensorReader
-from pretrain.checkpoint.write import ShardWriter
 from pretrain.parity.layouts import parse_layout
 from pretrain.parity.matrix import FP32_BOUNDS
 from pretrain.parity.toy import SAMPLES, read_case
 from pretrain.parity.train import IN_ORDER, build, micro_batches
 from pretrain.train_step import train_step
 from tests.distributed import run_distributed
-from tests.pretrain.common_start import common_start
+from tests.pretrain.common_start import common_start, leave_state
 
 BEFORE, AFTER = 2, 3
 TWO = {2: ("dp2", "tp2sp", "pp2", "pp2v2", "ep2", "cp2")}
@@ -49,13 +48,9 @@ def _steps(case, engine, first, last):
 
 
 def _save(engine, folder):
+    leave_state(engine, folder)
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
         (folder / "scheduler.json").write_text(json.dumps(engine.scheduler.state_dict()))
-    dist.barrier()
-    state = sharded_state(engine.chunks, engine.optimizer)
-    replicas = data_parallel_group(engine.chunks[0])
-    ShardWriter(folder, state, forked=False, replicas=replicas).done(wait=True)
 
 
 def _save_all(folder, pattern, layouts):
