@@ -34,6 +34,8 @@ _ELSEWHERE += ("data.prefetch", "data.cache", "data.storage")
 _ELSEWHERE += ("train.eval_interval", "train.eval_also_bf16", "train.profile_steps")
 _ELSEWHERE += ("train.threads", "train.dry_run", "train.micro_batch_size")
 _ELSEWHERE += ("train.deterministic", "train.cuda_graph_impl")
+# What low precision does, resets of weights that hop between two codes included.
+_RECIPE = ("precision.", "optimizer.oscillation_reset")
 _SEED = re.compile(r"[-_.](?:s|seed)?[-_.]?\d+$")
 
 
@@ -300,12 +302,13 @@ def group_runs(runs: Sequence[RunData]) -> list[Row]:
 
 
 def differences(row: Row, base: Row) -> list[str]:
-    """Settings beside precision in which a row differs from the base: no fair comparison then."""
-    other, own = (
-        {key: value for key, value in each.settings.items() if not key.startswith("precision.")}
-        for each in (base, row)
-    )
-    return apart(other, own)
+    """Settings beside the recipe in which a row differs from the base: no fair comparison then."""
+    return apart(beside_recipe(base.settings), beside_recipe(row.settings))
+
+
+def beside_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of flat settings those that say nothing of low precision."""
+    return {key: value for key, value in settings.items() if not key.startswith(_RECIPE)}
 
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

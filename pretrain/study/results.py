@@ -150,8 +150,8 @@ def _model(
     for name, row in rows.items():
         if base is not None and (texts := differences(row, base)):
             problems.append(
-                f"{model}-{name} must differ from {base_row} in its precision alone; it does in "
-                f"{'; '.join(texts)}"
+                f"{model}-{name} must differ from {base_row} in precision alone (and in resets of "
+                f"weights that oscillate); it does in {'; '.join(texts)}"
             )
     first = {name: next(run for run in runs if run.row == name) for name in names}
     configs = {name: make_config(run.data) for name, run in first.items()}

@@ -16,6 +16,7 @@ from fused_ops.errors import ConfigError
 from fused_ops.keys import GEMMS
 from fused_ops.recipe import get_recipe
 from pretrain.checkpoint.lock import RunLock
+from pretrain.comparison.runs import apart, beside_recipe, trained_settings
 from pretrain.config import make_config, precision_plan
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.study import place
@@ -199,6 +200,10 @@ def test_the_shipped_study_is_sound(tmp_path):
                     wanted = get_recipe("bf16" if gemm in high else recipe).specs(gemm)
                     labels = [spec.label.removesuffix(" from_forward") for spec in wanted]
                     assert [spec.label for spec in own.specs(gemm)] == labels
+    bases = {run.model: run.data for run in study.runs if run.row == study.base_row}
+    for name, run in {f"{run.model}-{run.row}": run for run in study.runs}.items():
+        of_base, own = (beside_recipe(trained_settings(d)) for d in (bases[run.model], run.data))
+        assert not apart(of_base, own), f"{name} could never be reported"
     run = next(run for run in study.runs if run.model == "dense-100m")
     assert run.data["model"]["preset"] == "dense-100m"
     assert run.data["model"]["vocab_size"] == 32768
