@@ -10,18 +10,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-_TOGETHER = 8
-"""Things of one key that are taken in one call."""
-
 
 class Batches[T]:
     """Gives things of one key to `take`, several in one call.
 
+    together: size of things of one key that is worth a call, which takes them all.
     most: size of all that waits, whatever the key; beyond it what has waited longest is taken.
     """
 
-    def __init__(self, take: Callable[[list[T]], None], most: int) -> None:
-        self._take, self._most = take, most
+    def __init__(self, take: Callable[[list[T]], None], together: int, most: int) -> None:
+        self._take, self._together, self._most = take, together, most
         self._waiting: dict[Hashable, list[tuple[T, int]]] = {}
         self._held = 0
 
@@ -33,7 +31,7 @@ class Batches[T]:
         waiting = self._waiting.setdefault(key, [])
         waiting.append((thing, size))
         self._held += size
-        if len(waiting) == _TOGETHER:
+        if sum(each for _, each in waiting) >= self._together:
             self._release(key)
         while self._held > self._most:
             self._release(next(iter(self._waiting)))

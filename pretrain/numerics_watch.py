@@ -37,6 +37,9 @@ from pretrain.numerics_sums import Batches, Table
 
 _SMALL = 2**20
 """Samples and products of so many values may wait for others: their time is that of launches."""
+_TOGETHER = 4 * _SMALL
+"""Values of samples that are summed in one call, which holds some fifteen times as many in FP32 (a
+product of samples: four times)."""
 _WAITING = 64 * _SMALL
 """Values of all samples that wait: two to three bytes each."""
 
@@ -80,8 +83,8 @@ class NumericsWatch:
         self.amax = Table((number, len(OPERANDS), 1), device, torch.maximum)
         self.operands = Table((number, len(OPERANDS), len(OPERAND_SUMS)), device)
         self.products = Table((number, len(GEMMS), len(PRODUCT_SUMS)), device)
-        self.gradients = torch.zeros(number, 2, **zeros)
-        """Exact zeros of the weight's gradient, and its values."""
+        self.zeros, self.values = Table((number, 1), device), [0] * number
+        """Exact zeros of the weight's gradient, and how many values it has here."""
         config = engine.config
         self.router_names = router_names(engine)
         self.num_experts = config.num_moe_experts or 0
@@ -89,8 +92,10 @@ class NumericsWatch:
         self.routers = torch.zeros(len(self.router_names), 2 + self.num_experts, **zeros)
         self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
         self._partial: list[_Partial] = []
-        self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(self._sum_up, _WAITING)
-        self._products: Batches[_Product] = Batches(self._multiply, _WAITING)
+        self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(
+            self._sum_up, _TOGETHER, _WAITING
+        )
+        self._products: Batches[_Product] = Batches(self._multiply, 4 * _TOGETHER, _WAITING)
 
     def wants(self, number: int) -> bool:
         """Whether to look at the micro-batch with this number in the global batch, of which
@@ -167,9 +172,8 @@ class NumericsWatch:
     def _count_zeros(self, index: dict[str, int]) -> None:
         for name, module in self.engine.plan.bound:
             for part in gradient_parts(self.engine, module.weight):
-                zeros, values = self.gradients[index[name]].unbind()
-                zeros.add_((part == 0).sum(dtype=torch.float64))
-                values.add_(part.numel())
+                self.zeros.add([(index[name],)], (part == 0).sum().view(1, 1))
+                self.values[index[name]] += part.numel()
 
     def _finish_partial(self) -> None:
         """Adds up the products whose contraction is cut: one all-reduce a group."""
@@ -192,10 +196,12 @@ class NumericsWatch:
         self._samples.finish()
         self._products.finish()
         self._finish_partial()
+        zeros = self.zeros.total()
+        values = torch.tensor(self.values, dtype=zeros.dtype, device=zeros.device)
         tables = {
             "operands": self.operands.total(),
             "products": self.products.total(),
-            "gradients": self.gradients,
+            "gradients": torch.stack([zeros.squeeze(1), values], 1),
             "routers": self.routers,
         }
         flat = torch.cat([table.flatten() for table in tables.values()])

@@ -303,7 +303,7 @@ class _Counted(TorchDispatchMode):
 
 def test_a_step_of_small_operands_takes_few_launches(folder, monkeypatch):
     """A step has hundreds of operands, and its time is that of launches: they are decoded, summed
-    and multiplied together, 20 launches an operand."""
+    and multiplied together, 16 launches an operand."""
     run = _Run(folder, "*-*-*-", precision={"recipe": "nvfp4"})
     run.engine.precision_state.set_step(1)
     watch, counted = NumericsWatch(run.engine, (32, 0), 8), _Counted()
@@ -318,7 +318,7 @@ def test_a_step_of_small_operands_takes_few_launches(folder, monkeypatch):
         train_step(run.engine, run.loader.step(0))
     with counted:
         watch.reduced()
-    assert counted.count < 24 * 12 * 6, "12 layers of 6 operands"
+    assert counted.count < 18 * 12 * 6, "12 layers of 6 operands"
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(64, [8]), (1536, [1] * 8)])
@@ -335,6 +335,7 @@ def test_only_small_products_are_taken_together(folder, monkeypatch, rows, sizes
         x = torch.ones(rows, 256, dtype=torch.bfloat16)
         sample = take_sample(x, x, columns=False, limits=(0, 128))
         watch.add_product((0, 0), (sample, sample), "exact", [])
+    watch.reduced()
     assert found == sizes
     sums = dict(zip(PRODUCT_SUMS, watch.reduced()["products"][0][0]))
     assert sums["count"] == 8 * rows**2

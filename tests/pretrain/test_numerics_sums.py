@@ -10,7 +10,7 @@ from pretrain.numerics_sums import Batches, Table
 
 def test_things_of_one_key_are_taken_together():
     taken = []
-    batches = Batches(lambda things: taken.append(list(things)), most=100)
+    batches = Batches(lambda things: taken.append(list(things)), together=8, most=100)
     for number in range(10):
         batches.add("even" if number % 2 == 0 else "odd", number, 1)
     batches.add(None, "large", 1000)
@@ -18,8 +18,10 @@ def test_things_of_one_key_are_taken_together():
     for number in range(10, 16):
         batches.add("even", number, 1)
     assert taken[1:] == [[0, 2, 4, 6, 8, 10, 11, 12]]
+    batches.add("odd", 17, 3)
+    assert taken[2:] == [[1, 3, 5, 7, 9, 17]], "their size counts, and not their number"
     batches.finish()
-    assert taken[2:] == [[1, 3, 5, 7, 9], [13, 14, 15]]
+    assert taken[3:] == [[13, 14, 15]]
     batches.finish()
     assert len(taken) == 4, "nothing is taken twice"
 
@@ -27,7 +29,7 @@ def test_things_of_one_key_are_taken_together():
 def test_no_more_waits_than_fits():
     """Experts with other numbers of tokens each have a key of their own: the oldest go first."""
     taken = []
-    batches = Batches(lambda things: taken.append(list(things)), most=10)
+    batches = Batches(lambda things: taken.append(list(things)), together=100, most=10)
     for number in range(4):
         batches.add(number % 3, number, 3)
     assert taken == [[0, 3]], "9 and 3 are more than 10"
