@@ -89,7 +89,7 @@ def _final_gaps(
         axis.set_title(f"{model.name}: final gap, {title}, %", fontsize=10)
         axis.grid(alpha=0.25, axis="x")
     axes[0].set_yticks(range(len(others)), [one.row.label for one in others], fontsize=8)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(others) - 0.5, -0.5)  # the first on top
     span = high - low or 1.0
     axes[0].set_xlim(low - 0.1 * span, high + 0.25 * span)  # a wide interval is cut, no seed
     _save(figure, path)
