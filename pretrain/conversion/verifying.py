@@ -163,10 +163,13 @@ def compare_values(pair: Pair, plan: Plan, verdict: Verdict, *, show: bool) -> N
     """Every tensor of the folder against the checkpoint's, bit by bit after rounding alike."""
     present, wrong = set(pair.source), []
     names: set[str] = set()
+    broken: list[str] = []
     with Bar("values", len(plan.links), show=show) as bar:
         for link in plan.links:
             if all(piece.name in present for piece in link.theirs):
-                problem = _compare_link(pair, plan, link)
+                theirs = [pair.source.read(piece.name, piece.index) for piece in link.theirs]
+                broken += [str(p) for p, t in zip(link.theirs, theirs) if not _is_finite(t)]
+                problem = _compare_link(pair, plan, link, theirs)
                 names.update(piece.name for piece in link.theirs)
                 if problem:
                     wrong.append(problem)
@@ -175,10 +178,15 @@ def compare_values(pair: Pair, plan: Plan, verdict: Verdict, *, show: bool) -> N
     verdict.problems += wrong[:_SHOWN]
     if len(wrong) > _SHOWN:
         verdict.problems.append(f"and {len(wrong) - _SHOWN} more tensors differ")
+    if broken:
+        more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
+        verdict.notes.append(
+            f"{', '.join(broken[:_SHOWN])}{more} of the folder have values that are NaN or Inf, so "
+            "logits that can be compared are not to be expected"
+        )
 
 
-def _compare_link(pair: Pair, plan: Plan, link: Link) -> str | None:
-    theirs = [pair.source.read(piece.name, piece.index) for piece in link.theirs]
+def _compare_link(pair: Pair, plan: Plan, link: Link, theirs: list[Tensor]) -> str | None:
     ours = [pair.reader.read(piece.name, piece.index) for piece in link.ours]
     if link.copy:
         made = link.shape.to_theirs(ours, plan.sizes)
@@ -210,6 +218,10 @@ def _padding_aside(link: Link, plan: Plan, made: Tensor, stored: Tensor) -> bool
     if link.shape is VOCABULARY:
         made, stored = made[: plan.sizes.vocab_size], stored[: plan.sizes.vocab_size]
     return _equal(made, stored.to(made.dtype))
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.float().isfinite().all())  # of FP8 itself it is not known
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -213,6 +213,20 @@ def test_fewer_bits_on_either_side(tmp_path):
         import_folder(wide, tmp_path / "codes", QUIET)
 
 
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    """They are the same on both sides, so that only the logits fail."""
+    folder = hf_toys.make_toy("qwen3", tmp_path / "hf")
+    tensors = load_file(folder / FILE)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / FILE)
+    verdict = import_folder(folder, tmp_path / "c", QUIET).verdict
+    assert not verdict.ok
+    notes = [note for note in verdict.notes if "NaN or Inf" in note]
+    assert [note.split(" of the folder")[0] for note in notes] == [
+        "model.layers.1.mlp.up_proj.weight"
+    ]
+
+
 def test_training_starts_from_an_import(tmp_path):
     """Step 0, weights alone, an optimizer of its own; and the run can be exported again."""
     folder = hf_toys.make_toy("qwen3", tmp_path / "hf", vocab_size=128)
