@@ -21,6 +21,7 @@ from models.config import model_problems, transformer_config
 from models.config_checks import above_and_below, size_problems
 from models.precision import PrecisionPlan, plan_precision
 from models.precision_rules import RecipeBook
+from pretrain.checkpoint.compare import override_config
 from pretrain.config_file import apply_overrides, decode_all, encode, parse_overrides, read_yaml
 from pretrain.cuda_graph_rules import cuda_graph_problems
 from pretrain.data.batch_sizes import check_batch_sizes
@@ -53,15 +54,38 @@ def make_config(data: Mapping[str, Any], *, for_training: bool = False) -> Pretr
     """The run in plain nested values, checked. ConfigError holds every problem."""
     config, problems, wrong = decode_all(PretrainConfig, data)
     if config is not None:
-        found = section_problems(config)
-        if for_training and not config.train.dry_run:
-            found += start_problems(config, world_size())
+        found = _found_problems(config, for_training)
+        found += _override_problems(config, found, for_training)
         # Where a setting could not be read its default stood in: say nothing about that.
         problems += [text for text in found if not any(name in text for name in wrong)]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     assert config is not None, "a config without problems was decoded"
     return config
+
+
+def _found_problems(config: PretrainConfig, for_training: bool) -> list[str]:
+    found = section_problems(config)
+    if for_training and not config.train.dry_run:
+        found += start_problems(config, world_size())
+    return found
+
+
+def _override_problems(
+    config: PretrainConfig, known: Sequence[str], for_training: bool
+) -> list[str]:
+    """What `checkpoint.override` would make wrong with the run, beside what is known."""
+    try:
+        then = override_config(config, config.checkpoint.override)
+        found = [] if then is config else _found_problems(then, for_training)
+    except ConfigError as error:
+        found = error.problems
+    prefix = "checkpoint.override"
+    return [
+        text if text.startswith(prefix) else f"{prefix}: {text}"
+        for text in found
+        if text not in known
+    ]
 
 
 def save_config(config: PretrainConfig, path: Path | str) -> None:

@@ -7,6 +7,7 @@ change the training on purpose: they must be named in `checkpoint.override`. All
 """
 
 import fnmatch
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from pretrain.config_file import apply_overrides, decode, encode
 
 FIXED = ("model.*", "data.*", "run.seed", "optimizer.name", "train.dtype")
 BOUND = ("optimizer.*", "precision.*", "train.*batch_size_schedule*", "train.global_batch_size")
+# What may be overridden: nothing that a process is set up with before it looks for a checkpoint.
+SECTIONS = ("optimizer", "precision", "train")
 # Of the sections above, what changes neither the weights' shapes nor what is trained on. Where the
 # data lies is free because its content has a fingerprint of its own. What is computed twice and how
 # tokens travel to experts go with the layout. A vocabulary must have as many rows as the
@@ -61,7 +64,24 @@ def _layers(pattern: Any) -> str:
 
 
 def _overridden(key: str, override: Mapping[str, Any]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in override)
+    """Whether the override names a setting, what it is part of, or a part of it."""
+    return any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for n in override)
+
+
+def _flat_beside(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings, in which a section that is None in `other` stays one value."""
+    flat = flatten(config)
+    for key in [key for key, value in flatten(other).items() if value is None]:
+        if parts := [name for name in flat if name.startswith(f"{key}.")]:
+            section: dict[str, Any] = {}
+            apply_overrides(section, [(n.removeprefix(f"{key}."), flat.pop(n)) for n in parts])
+            flat[key] = section
+    return flat
+
+
+def _yaml(value: Any) -> str:
+    """A value as a run file has it behind its key."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def compare(
@@ -75,7 +95,7 @@ def compare(
     `fingerprints`: of the checkpoint's and of this start's data and the like; where both have a
     name they must agree. Raises ConfigError listing every change that is not allowed.
     """
-    old, new = flatten(saved), flatten(now)
+    old, new = _flat_beside(saved, now), _flat_beside(now, saved)
     problems, notes = [], []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
@@ -96,7 +116,7 @@ def compare(
             notes.append(f"override {key}: {before!r} -> {after!r}")
         elif kind == "bound":
             problems.append(
-                f"{change}; if that is meant, add {key}: {after!r} to checkpoint.override"
+                f"{change}; if that is meant, add {key}: {_yaml(after)} to checkpoint.override"
             )
         else:
             notes.append(f"changed {key}: {before!r} -> {after!r}")
@@ -141,12 +161,19 @@ def override_config[T](config: T, override: Mapping[str, Any]) -> T:
     Raises ConfigError for keys that do not exist, may not change in a run, or have a bad value.
     """
     flat = flatten(override)
-    wrong = [key for key in flat if kind_of(key) == "fixed"]
-    if wrong:
-        raise ConfigError(
-            f"checkpoint.override cannot change {key}: it would make it another run; remove it"
-            for key in wrong
-        )
+    problems = [
+        f"checkpoint.override cannot change {key}: it would make it another run; remove it"
+        for key in flat
+        if kind_of(key) == "fixed"
+    ]
+    problems += [
+        "checkpoint.override holds only settings of optimizer, precision and train; "
+        f"got {key}: set it in the run file or behind it"
+        for key in flat
+        if kind_of(key) != "fixed" and key.split(".")[0] not in SECTIONS
+    ]
+    if problems:
+        raise ConfigError(problems)
     if not flat:
         return config
     data = encode(config)

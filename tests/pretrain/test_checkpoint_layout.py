@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.compare import compare, kind_of, override_config
@@ -408,6 +409,23 @@ def test_an_override_is_allowed_and_shown():
     assert compare(SAVED, now, {"optimizer": {"lr": 5e-4}}) == notes
 
 
+def test_a_section_that_is_switched_off_or_on_is_one_change_and_its_remedy_works():
+    """What `checkpoint.override` is given is what the message says."""
+    off = changed("optimizer", reset=None, warmup_steps=None)
+    on = changed("optimizer", reset={"from": 0.5, "window": 9}, warmup_steps=20)
+    for saved, now, words in (
+        (on, off, ["reset: null", "warmup_steps: null"]),
+        (off, on, ['reset: {"from": 0.5, "window": 9}', "warmup_steps: 20"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            compare(saved, now, {})
+        texts = [text.partition("add ")[2] for text in caught.value.problems]
+        assert texts == [f"optimizer.{one} to checkpoint.override" for one in words]
+        pairs = ", ".join(text.partition(" to checkpoint")[0] for text in texts)
+        override = yaml.safe_load(f"{{{pairs}}}")
+        assert len(compare(saved, now, override)) == 2
+
+
 def test_other_data_under_the_same_settings_is_refused():
     with pytest.raises(ConfigError, match=r"the data is not the checkpoint's .fingerprint a"):
         compare(SAVED, SAVED, {}, ({"data": "a"}, {"data": "b"}))
@@ -438,6 +456,8 @@ def test_override_config_replaces_validates_and_refuses():
     assert override_config(config, {}) is config
     with pytest.raises(ConfigError, match=r"checkpoint.override cannot change model.hidden"):
         override_config(config, {"model.hidden": 3})
+    with pytest.raises(ConfigError, match=r"holds .* settings of optimizer, precision and train"):
+        override_config(config, {"parallel.tensor_model_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"optimizer.lrr is not a setting.*optimizer.lr"):
         override_config(config, {"optimizer.lrr": 3})
     with pytest.raises(ConfigError, match=r"optimizer.lr must be"):

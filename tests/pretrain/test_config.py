@@ -180,3 +180,36 @@ def test_a_recipe_that_is_unknown_is_said_beside_a_model_that_cannot_be(tmp_path
     text = "\n".join(caught.value.problems)
     for part in ("hidden_sizes", "'nvfp5'", "'bf17'", "lr must be positive and finite"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ({"optimizer.lr": -1.0}, ["optimizer.lr must be positive", "optimizer.min_lr must lie"]),
+        ({"optimizer": {"betas": [0.9, 2.0]}}, ["optimizer.betas must lie in [0, 1)"]),
+        ({"optimizer.lr": "fast"}, ["optimizer.lr must be a valid number"]),
+        ({"optimizer.oscillation_reset": {"threshold": 0}}, ["threshold must be above 1"]),
+        ({"precision.recipe": "nvfp5"}, ["recipe 'nvfp5' is unknown"]),
+        (
+            {"precision.recipe": "bf16", "optimizer.oscillation_reset": {"from": 0.5}},
+            ["in none of its windows (from=0.5 on) any layer does"],
+        ),
+        ({"train.global_batch_size": 7}, ["train.global_batch_size must be a multiple"]),
+    ],
+)
+def test_an_override_is_held_to_the_rules_of_the_run(tmp_path, override, said):
+    """Before anything is built, and beside what is wrong anyway."""
+    data = toy_config(make_toy(tmp_path), precision={"recipe": "nvfp4"}, train={"steps": 400})
+    data["checkpoint"]["override"] = override
+    found = _problems(data, for_training=True)
+    assert len(found) == len(said), found
+    for text, words in zip(found, said):
+        assert text.startswith("checkpoint.override: "), text
+        assert words in text
+    data["optimizer"]["weight_decay"] = -1.0
+    assert [text for text in _problems(data, for_training=True) if text not in found] == [
+        "optimizer.weight_decay must be >= 0; got -1.0"
+    ]
+    data["optimizer"]["weight_decay"] = 0.1
+    data["checkpoint"]["override"] = {"optimizer.oscillation_reset": {}, "train.steps": 500}
+    assert make_config(data, for_training=True).optimizer.oscillation_reset is None
