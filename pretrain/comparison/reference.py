@@ -5,7 +5,8 @@ A reference file is JSON, one row of runs of one model:
 
     {"format": "nibble reference gaps", "version": 1,
      "name": "dense-30m/nvfp4",            model and row
-     "precision": {"recipe": "nvfp4", ...},  what identifies the row: `precision_key`
+     "precision": {"recipe": "nvfp4", ...},  what identifies the row: `precision_key`, of resets of
+                                           weights that oscillate "optimizer.oscillation_reset.*"
      "tokens_per_parameter": 5.2,          at the end; parameters without embeddings
      "source": "...",                      where it was measured: card, commit, or a publication
      "runs": [{"seed": 1, "gaps": [[tokens, own, bf16], ...]}, ...]}
@@ -17,11 +18,13 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
+from fused_ops.recipe import RECIPES, recipe_from_dict
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.compare import flatten
 from pretrain.comparison.gaps import (
@@ -32,11 +35,12 @@ from pretrain.comparison.gaps import (
     paired_gaps,
     t95,
 )
-from pretrain.comparison.runs import Row
-from pretrain.config_file import encode
+from pretrain.comparison.runs import RECIPE, Row
+from pretrain.config_file import apply_overrides, encode
 
 FORMAT, VERSION = "nibble reference gaps", 1
 _SAME_LENGTH = 2.0
+_SECTION = "precision."
 # Of the section, what says how and where the same numbers are computed.
 _IGNORED = ("amax_scope", "check_finite", "backend", "communicate", "allow_reference")
 
@@ -54,16 +58,49 @@ class Reference:
 
 
 def precision_key(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a precision section decides the numbers, without what is as by default."""
-    default = flatten(encode(PrecisionConfig()), "precision.")
+    """What of a row's settings decides how low precision changes its numbers, without what is as by
+    default: of the precision section, which is left out of the names, and of resets."""
+    default = flatten(encode(PrecisionConfig()), _SECTION)
     return {
-        key.removeprefix("precision."): value
+        key.removeprefix(_SECTION): value
         for key, value in sorted(settings.items())
-        if key.startswith("precision.")
+        if key.startswith(RECIPE)
         and value not in (None, [], {})
         and value != default.get(key)
         and key.split(".")[1] not in _IGNORED
     }
+
+
+def settings_of(key: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `precision_key` gives this of."""
+    return {k if k.startswith(RECIPE) else _SECTION + k: value for k, value in key.items()}
+
+
+def _by_arithmetic(key: Mapping[str, Any]) -> dict[str, Any]:
+    """The key with built-in names for a run's own recipes that compute what these do."""
+    own: dict[str, Any] = {"recipes": {}}
+    apply_overrides(own, [(path, v) for path, v in key.items() if path.startswith("recipes.")])
+    names: dict[str, str] = {}
+    for name, operands in own["recipes"].items():
+        with suppress(ConfigError, TypeError):  # of other code, or damaged: alike by name alone
+            made = recipe_from_dict({"name": name, **operands})
+            alike = [known for known, one in RECIPES.items() if replace(one, name=name) == made]
+            if alike:
+                names[name] = alike[0]
+    return {
+        path: _renamed(value, names, path)
+        for path, value in key.items()
+        if path.split(".")[0] != "recipes" or path.split(".")[1] not in names
+    }
+
+
+def _renamed(value: Any, names: Mapping[str, str], path: str) -> Any:
+    """A setting, in which recipes have other names."""
+    if isinstance(value, list):
+        return [_renamed(one, names, path) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _renamed(one, names, key) for key, one in value.items()}
+    return names.get(value, value) if path.split(".")[-1] == "recipe" else value
 
 
 def read_references(folder: Path) -> list[Reference]:
@@ -156,8 +193,9 @@ def judge(
     if broken := broken_seeds(row):
         return [f"{row.label}: no finite end in {len(broken)} of {len(row.runs)} seeds: not judged"]
     key = precision_key(row.settings)
+    arithmetic = _by_arithmetic(key)
     near = sorted(
-        (ref for ref in references if ref.precision == key),
+        (ref for ref in references if _by_arithmetic(ref.precision) == arithmetic),
         key=lambda ref: abs(math.log(ref.tokens_per_parameter / tokens_per_parameter)),
     )
     if not near:

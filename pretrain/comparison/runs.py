@@ -34,8 +34,8 @@ _ELSEWHERE += ("data.prefetch", "data.cache", "data.storage")
 _ELSEWHERE += ("train.eval_interval", "train.eval_also_bf16", "train.profile_steps")
 _ELSEWHERE += ("train.threads", "train.dry_run", "train.micro_batch_size")
 _ELSEWHERE += ("train.deterministic", "train.cuda_graph_impl")
-# What low precision does, resets of weights that hop between two codes included.
-_RECIPE = ("precision.", "optimizer.oscillation_reset")
+RECIPE = ("precision.", "optimizer.oscillation_reset")
+"""What low precision does, resets of weights that hop between two codes included."""
 _SEED = re.compile(r"[-_.](?:s|seed)?[-_.]?\d+$")
 
 
@@ -308,7 +308,7 @@ def differences(row: Row, base: Row) -> list[str]:
 
 def beside_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of flat settings those that say nothing of low precision."""
-    return {key: value for key, value in settings.items() if not key.startswith(_RECIPE)}
+    return {key: value for key, value in settings.items() if not key.startswith(RECIPE)}
 
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

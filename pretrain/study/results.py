@@ -10,7 +10,8 @@
                    "validation": [[step, tokens, own forward, BF16 forward or null], ...]}]}]}]}
 
 Tables and figures are made from this file alone, whether the runs are still there or not. Training
-losses are means over a forty-eighth of the run. `precision` is what differs from the defaults,
+losses are means over a forty-eighth of the run. `precision` is what differs from the defaults, also
+in resets of weights that oscillate,
 `four_bit` the share of the FLOPs of the block linears' GEMMs whose operands both have 4 bits, over
 the whole run, `four_bit_all` that of all matrix products (attention, routers, output layer too),
 `low_bit` that of the block linears' whose operands have at most 8 bits,
@@ -32,7 +33,7 @@ from fused_ops.recipe import bits
 from models.flops import fixed_parts
 from pretrain.comparison.compare import tokens_per_parameter
 from pretrain.comparison.gaps import mean_to_the_end, parts
-from pretrain.comparison.reference import precision_key
+from pretrain.comparison.reference import precision_key, settings_of
 from pretrain.comparison.runs import Row, RunData, differences
 from pretrain.config import PretrainConfig, make_config, precision_plan
 from pretrain.data.manifest import DataError, Manifest, load_manifest
@@ -308,7 +309,7 @@ def _read_run(run: Mapping[str, Any], row: Mapping[str, Any], model: ModelResult
         name=f"{model.name}-{row['row']}-s{run['seed']}",
         seed=run["seed"],
         steps=model.steps,
-        settings={f"precision.{key}": value for key, value in row["precision"].items()},
+        settings=settings_of(row["precision"]),
         losses=losses,
         tokens={s: tokens for s, tokens, *_ in [*run["losses"], *run["validation"]]},
         validation=validation,

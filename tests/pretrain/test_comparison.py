@@ -364,6 +364,9 @@ def test_the_published_grid_ships():
     key = precision_key(flatten(own, "precision."))
     forward = [ref for ref in read_references(REFERENCE) if ref.precision == key]
     assert {ref.tokens_per_parameter: ref.gaps["own"] for ref in forward}[25] == [1.43]
+    for name, one in found.items():
+        resets = [key for key in one.precision if key.startswith("optimizer.oscillation_reset.")]
+        assert len(resets) == (4 if name.endswith("_reset") else 0), name
 
 
 def test_command_line(folder, tmp_path, capsys):
@@ -406,3 +409,46 @@ def test_a_damaged_run_is_named(tmp_path, capsys, file, text, said):
     error = capsys.readouterr().err
     assert str(run) in error
     assert said in error
+
+
+def test_references_tell_resets_from_none_and_own_recipes_by_what_they_compute(tmp_path):
+    """A reset is part of what a reference is of; the name that a run has for a recipe is not."""
+    fast = {"precision": {"recipe": "nvfp4_fast", "decode": "fp8"}}
+    reset = {"oscillation_reset": {"from": 0.6, "interval": 40, "window": 25, "threshold": 8.0}}
+    own = {"x8": {"base": "nvfp4_fast", "fprop_x": "fp8_tensorwise"}}
+    rules = [{"layers": "last 2", "recipe": "x8"}]
+    sections = {
+        "fast": fast,
+        "fast_reset": {**fast, "optimizer": reset},
+        "a8": {
+            "precision": {"recipe": "nvfp4", "rules": [{**rules[0], "recipe": "nvfp4_fast_a8"}]}
+        },
+        "x8": {"precision": {"recipe": "nvfp4", "rules": rules, "recipes": own}},
+    }
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", "bf16", seed, 0.0, "bf16")
+        for number, (name, changes) in enumerate(sections.items()):
+            run = write_run(tmp_path / "runs", name, seed, 0.01 + 0.001 * number + 1e-4 * seed, "")
+            config = yaml.safe_load((run / "config.yaml").read_text()) | changes
+            (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = load_rows([tmp_path / "runs"])
+    assert [row.label for row in rows] == ["a8", "bf16", "fast", "fast_reset", "x8"]
+    base, by_name = base_row(rows, "bf16"), {row.label: row for row in rows}
+    for name in sections:
+        write_reference(by_name[name], base, f"toy/{name}", 5.0, tmp_path / "references")
+    references = read_references(tmp_path / "references")
+    found = {}
+    for name in sections:
+        said = judge(by_name[name], base, 5.0, references)
+        found[name] = {word for text in said for word in text.split() if word.startswith("toy/")}
+    assert found == {
+        "fast": {"toy/fast"},
+        "fast_reset": {"toy/fast_reset"},
+        "a8": {"toy/a8", "toy/x8"},
+        "x8": {"toy/a8", "toy/x8"},
+    }
+    assert precision_key(by_name["fast_reset"].settings) == {
+        "decode": "fp8",
+        "recipe": "nvfp4_fast",
+        **{f"optimizer.oscillation_reset.{k}": v for k, v in reset["oscillation_reset"].items()},
+    }
