@@ -22,6 +22,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,8 @@ def _study(options: argparse.Namespace) -> int:
     study = load_study(options.directory, folder.resolve(), options.overrides)
     if options.report and options.only:
         raise ConfigError("--report is of all finished runs; leave --only out")
-    study.runs = select(study.runs, [text for one in options.only for text in one.split(",")])
+    whole, texts = study, [text for one in options.only for text in one.split(",")]
+    study = replace(whole, runs=select(whole.runs, texts))
     problems = [*_number_problems(options), *_row_problems(options, study)]
     options.gpus = 1 if options.gpus is None else options.gpus
     places = Places(() if options.cpu else tuple(range(options.gpus)), options.per_gpu)
@@ -86,14 +88,15 @@ def _study(options: argparse.Namespace) -> int:
     from pretrain.study.trained import problems_of, read_all
 
     problems += [*_place_problems(options), *start_problems_of(study)]
-    problems += problems_of(read_all(study.runs))
+    names = {run.name for run in study.runs}
+    problems += problems_of([one for one in read_all(whole.runs) if one[0].name in names])
     if problems := problems or folder_problems("--runs", folder):
         raise ConfigError(problems)
     with _alone_in(folder):
         if options.budget:
             _budget(study, folder, places, options)
             return 0
-        return _run(study, folder, places, options)
+        return _run(study, whole, folder, places, options)
 
 
 @contextmanager
@@ -120,13 +123,15 @@ def _budget(study: "Study", folder: Path, places: "Places", options: argparse.Na
     print(render(costs(study, rates), places, options.hours))
 
 
-def _run(study: "Study", folder: Path, places: "Places", options: argparse.Namespace) -> int:
-    """Runs what is left and prints the tables; returns the exit status."""
+def _run(
+    study: "Study", whole: "Study", folder: Path, places: "Places", options: argparse.Namespace
+) -> int:
+    """Runs what is left of the study, prints the tables of the whole; returns the exit status."""
     from pretrain.study.collect import Tables, collect
     from pretrain.study.place import run_all
     from pretrain.study.plan import is_finished
 
-    tables = Tables(study, folder)
+    tables = Tables(whole, folder)
     outcome = run_all(
         study.runs,
         places,
@@ -136,7 +141,7 @@ def _run(study: "Study", folder: Path, places: "Places", options: argparse.Names
         after=lambda run: tables.refresh(),
     )
     tables.close()
-    for text in collect(study, folder).values():
+    for text in collect(whole, folder).values():
         print(f"\n{text}")
     for note in study.notes:
         print(note)

@@ -53,8 +53,8 @@ def measure(
     """{model: {row: tokens/s of one run}}, written to `folder`/budget.json as it grows.
 
     Each model and row trains for `steps` steps, one copy on every slot of the first device; the
-    median step of the second half counts. Evaluations, checkpoints and monitored steps are left
-    out of it: the study takes as much longer as they take.
+    median step of the second half counts. Evaluations, checkpoints, monitored steps and resets of
+    weights that oscillate are left out of it: the study takes as much longer as they take.
     """
     path = folder / BUDGET_FILE
     rates = read_rates(folder)
@@ -84,7 +84,10 @@ def _trial(run: StudyRun, number: int, steps: int, folder: Path) -> StudyRun:
     }
     data["run"] = {**data["run"], "dir": str(folder / "budget"), "seed": number}
     data["run"]["name"] = f"{run.model}-{run.row}-s{number}"
-    data["train"] = {**data["train"], "steps": steps, "eval_interval": 0}
+    data["train"] = {**data.get("train", {}), "steps": steps, "eval_interval": 0}
+    data["train"]["profile_steps"] = []
+    data["optimizer"] = {**data.get("optimizer", {}), "warmup_steps": None}
+    data["optimizer"]["oscillation_reset"] = None
     data["data"] = {**data["data"], "valid": None}
     data["checkpoint"] = {"interval": 0, "keep_last": 1}
     data["monitor"] = {}

@@ -11,22 +11,29 @@ from pretrain.comparison.summary import between_rows, summarize, table
 from pretrain.study.plan import Study, has_ended
 from pretrain.study.trained import changes, read_all, told
 
+_OTHERWISE = "trained otherwise than study.yaml says now"
+
 
 def collect(study: Study, folder: Path) -> dict[str, str]:
     """{model: its table as text}; also written to `folder`/tables as text, PNG and HTML.
 
-    Models whose base row has no run yet are left out.
+    Models whose base row has no run yet are left out, and runs that are not the study's: those are
+    named below the table.
     """
     found = {}
     for model in study.models:
         rows: dict[str, Row] = {}
-        for run, there in read_all(run for run in study.runs if run.model == model):
-            rows.setdefault(run.row, Row(run.row)).runs[run.seed] = there
+        trained = read_all(run for run in study.runs if run.model == model)
+        other = changes(trained)
+        for run, there in trained:
+            if run.name not in other:
+                rows.setdefault(run.row, Row(run.row)).runs[run.seed] = there
         base = rows.get(study.base_row)
         if base is None:
             continue
         found_rows = list(rows.values())
         lines, said = summarize(found_rows, base), between_rows(found_rows, base)
+        said += [f"{name} is left out: {_OTHERWISE}: {told(each)}" for name, each in other.items()]
         text = "\n".join([f"{model}", "", table(lines), "", *said])
         place = folder / "tables"
         place.mkdir(parents=True, exist_ok=True)
@@ -68,6 +75,6 @@ def state_of(study: Study) -> str:
         finished = done >= run.steps and has_ended(run)
         word = "finished" if finished else f"step {done} of {run.steps}" if done else "-"
         if run.name in other:
-            word += f"; trained otherwise than study.yaml says now: {told(other[run.name])}"
+            word += f"; {_OTHERWISE}: {told(other[run.name])}"
         lines.append(f"{run.name:40} {word}")
     return "\n".join([*lines, *study.notes])

@@ -20,7 +20,7 @@ from pretrain.comparison.runs import apart, beside_recipe, trained_settings
 from pretrain.config import make_config, precision_plan
 from pretrain.history import METRICS_FILE, read_metrics
 from pretrain.study import place
-from pretrain.study.budget import costs, render, trial_rows
+from pretrain.study.budget import _trial, costs, render, trial_rows
 from pretrain.study.place import Places, run_all
 from pretrain.study.plan import is_finished, load_study, select, steps_done
 from tests.toy import make_toy, toy_config
@@ -341,6 +341,23 @@ def test_the_cost_counts_what_is_left(data, tmp_path):
     assert late.split()[:6] == ["toy", "v1", "2", "1,536", "0", "*"], "at the rate of v9"
     assert "* not measured: counted at the slowest rate measured of that model; a row" in text
     assert trial_rows(study) == ["bf16", "v1"]
+
+
+def test_a_trial_is_a_run_whatever_its_row_does_later(data, tmp_path):
+    """Resets that begin late, a warmup and a profile that are longer than the trial."""
+    folder = write_study(tmp_path / "s", data, steps=90)
+    base = yaml.safe_load((folder / "base.yaml").read_text())
+    base["train"] |= {"profile_steps": [50]}
+    base["optimizer"] |= {"warmup_fraction": None, "warmup_steps": 60}
+    reset = {"oscillation_reset": {"from": 0.6, "interval": 30, "window": 25}}
+    study = yaml.safe_load((folder / "study.yaml").read_text())
+    study["rows"]["v1"] |= {"optimizer": reset}
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    (folder / "study.yaml").write_text(yaml.safe_dump(study))
+    for run in load_study(folder, tmp_path / "runs").runs:
+        config = make_config(_trial(run, 1, 40, tmp_path).data)
+        assert (config.train.steps, config.optimizer.lr) == (40, 3e-3)
+        assert config.precision.recipe == run.data["precision"]["recipe"]
 
 
 @pytest.mark.slow

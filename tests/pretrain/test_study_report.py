@@ -435,6 +435,32 @@ def test_runs_of_another_machine_count_wherever_its_data_lies(study, tmp_path):
         write_results(load_study(folder, some), tmp_path / "results.json")
 
 
+def test_tables_are_of_all_runs_whichever_are_run(study, tmp_path, capsys):
+    """With --only, too, and without what was trained otherwise, which is named."""
+    folder, runs = tmp_path / "study", tmp_path / "runs"
+    shutil.copytree(study[0], folder)
+    shutil.copytree(study[1], runs)
+    odd = runs / "dense-30m-nvfp4-s2"
+    config = yaml.safe_load((odd / "config.yaml").read_text())
+    config["optimizer"]["lr"] = 1e-4
+    (odd / "config.yaml").write_text(yaml.safe_dump(config))
+    words = [str(folder), "--cpu", "--runs", str(runs), "--only", "nvfp4_fast_fp8-s1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 runs finished" in said
+    text = (runs / "tables" / "dense-30m.txt").read_text()
+    assert text.strip() in said
+    seeds = {line.split()[0]: line.split()[1] for line in text.splitlines()[3:7]}
+    assert seeds == {
+        "bf16": "3",
+        "nvfp4": "2",
+        "nvfp4_fast_fp8": "3",
+        "nvfp4_tail_late_bf16": "3",
+    }
+    assert "dense-30m-nvfp4-s2 is left out: trained otherwise than study.yaml says now" in text
+    assert "optimizer.lr: 0.0001 and 0.003" in text
+
+
 def test_no_seed_is_left_out_of_a_picture(study, tmp_path, monkeypatch):
     """Rows may be better than what they are held against."""
     _, (model,) = read_results(study[0] / "results.json")
