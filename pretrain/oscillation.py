@@ -42,6 +42,7 @@ class Oscillation:
     ) -> None:
         self.config, self._begin, self._state = config, config.begin(steps), state
         self._layers: dict[str, GemmModule] = dict(plan.bound)
+        self._plan = plan
         self._elements = {m.name: m.copies * m.k * m.n for m in plan.modules}
         self.paths = WeightPaths(optimizer, [m.weight for m in self._layers.values()])
         self.updates = 0
@@ -155,8 +156,14 @@ class Oscillation:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the paths; the same on every rank."""
-        return {"updates": self.updates}
+        """What a checkpoint needs beside the paths; the same on every rank.
+
+        `codes` {layer: label of its fprop.w}: what the paths within a window are of.
+        """
+        within = 0 < self.updates <= self.config.window
+        recipes = self._plan.recipes() if within else {}
+        codes = {name: recipe.fprop_w.label for name, recipe in recipes.items()}
+        return {"updates": self.updates, "codes": codes}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[str]:
         """Go on from a checkpoint whose paths are loaded already (`WeightPaths.expect`).
@@ -169,7 +176,9 @@ class Oscillation:
         """
         self.updates, self._report = int((state or {}).get("updates", 0)), None
         layers, followed = self._layers.items(), self.paths.followed
-        held = {n: m.recipe.fprop_w for n, m in layers if m.weight in followed}
+        codes = (state or {}).get("codes", {})
+        specs = {n: m.recipe.fprop_w for n, m in layers if m.weight in followed}
+        held = {n: spec for n, spec in specs.items() if codes.get(n, spec.label) == spec.label}
         within = 0 < self.updates <= self.config.window
         self._follow(held if within else {})
         if self.updates > self.config.interval:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that oscillate are found and reset: element by element, over a run, and as it is told."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -296,6 +297,24 @@ def test_a_running_engine_goes_back_into_a_window(tmp_path):
     assert run.steps(3) == first
     assert _equal(run.weights(), weights)
     assert run.watch.take_report() == report
+
+
+def test_layers_that_are_continued_with_other_codes_are_followed_no_longer(tmp_path):
+    """Their paths are of codes that the run no longer multiplies (checkpoint.override)."""
+    run = Run(read_case("-", "nvfp4", 6), {"from": 0, "interval": 5, "window": 3, "threshold": 1.5})
+    run.steps(2)
+    engine, (first, second) = run.engine, run.layers()
+    stated = json.loads(json.dumps(run.watch.state_dict()))
+    state = sharded_state(engine.chunks, engine.optimizer)
+    replicas = data_parallel_group(engine.chunks[0])
+    ShardWriter(tmp_path, state, forked=False, replicas=replicas).done(wait=True)
+    engine.plan._hand_out({**engine.plan.recipes(), first: RECIPES["nvfp4_fast"]})
+    load_sharded(tmp_path, engine.chunks, engine.optimizer, None, run.watch.paths)
+    run.watch.load_state_dict(stated)
+    assert set(run.states()) == {second}
+    run.steps(3)
+    assert run.watch.state_dict() == {"updates": 5, "codes": {}}
+    assert set(run.watch.take_report()["layers"]) == {second}
 
 
 def test_layers_that_a_schedule_raises_are_followed_no_longer():
