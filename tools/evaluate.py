@@ -11,12 +11,11 @@ precision.recipe=bf16 change that. One process; the package lm_eval must be inst
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import output_problems, prepare, refused
+from pretrain.command_line import output_problems, prepare, refused, run_program
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,4 +120,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import output_problems, prepare, refused, run_program, seed_problems
+from pretrain.command_line import (
+    folder_problems,
+    output_problems,
+    prepare,
+    refused,
+    run_program,
+    seed_problems,
+)
 
 if TYPE_CHECKING:
     from pretrain.generation.mismatch_report import Question, Report
@@ -67,6 +74,7 @@ def _question(options: argparse.Namespace) -> "Question":
     from pretrain.generation.mismatch_report import Question
 
     problems = output_problems("--output", options.output) + seed_problems(options.seed)
+    problems += folder_problems("--handoff", options.handoff)
     try:
         question = Question(
             sampler=options.sampler,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of checkpoints, and what finding and resuming one gives back."""
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -8,8 +9,11 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field as Limit
 from pydantic.dataclasses import dataclass as config_dataclass
 
+from fused_ops.errors import ConfigError
 from pretrain.checkpoint.io import CheckpointError
 from pretrain.checkpoint.layout import Scan, candidates, check_contents, ever_finished, step_of
+
+log = logging.getLogger(__name__)
 
 
 @config_dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid"))
@@ -85,3 +89,19 @@ def find_latest(path: str | Path) -> Found | None:
     if skipped and (step_of(Path(path)) is not None or ever_finished(Path(path))):
         raise CheckpointError("\n".join([f"no checkpoint of {path} can be read:", *skipped]))
     return None
+
+
+def require_latest(path: str | Path) -> Found:
+    """`find_latest` for who was told to read `path`: warns of newer ones that are passed over.
+
+    Raises ConfigError where none was ever finished, CheckpointError where none can be read.
+    """
+    found = find_latest(path)
+    if found is None:
+        raise ConfigError(
+            f"CKPT_DIR must hold a checkpoint; {path} holds none that is whole; give a run's "
+            "checkpoints folder (runs/NAME/checkpoints) or one step of it"
+        )
+    for text in found.skipped:
+        log.warning("checkpoint passed over, %s is read: %s", found.path.name, text)
+    return found

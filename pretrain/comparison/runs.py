@@ -152,6 +152,11 @@ def read_run(folder: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> R
             f"{folder}/config.yaml must be a run's resolved configuration; it cannot be read "
             f"({type(error).__name__}); compare folders that `python -m pretrain` has written"
         ) from error
+    if identity["steps"] < 1:
+        raise ConfigError(
+            f"{folder} must be a run of at least one step; config.yaml has train.steps {steps}; "
+            "start it again with the steps that it is to take, or leave the run out"
+        )
     rows = read_metrics(folder / METRICS_FILE) if rows is None else rows
     if not any("loss" in row for row in rows):
         raise ConfigError(f"{folder} must have trained at least one step; {METRICS_FILE} has none")

@@ -14,7 +14,7 @@ from models.config import ModelConfig, padded_vocab_size
 from models.conversion.expected import Expected, expected_tensors
 from models.conversion.safetensors import TensorSpec
 from models.pattern import parse_pattern
-from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.config import require_latest
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.tensors import AVERAGE, TensorReader
@@ -119,12 +119,7 @@ def open_checkpoint(
 
     `weights`: trained, or ema for their moving average.
     """
-    found = find_latest(path)
-    if found is None:
-        raise ConfigError(
-            f"CKPT_DIR must hold a checkpoint; {path} holds none; give a run's checkpoints folder "
-            "(runs/NAME/checkpoints) or one step of it"
-        )
+    found = require_latest(path)
     state = load_json(found.path / STATE)
     config = make_config(state["config"])
     reader = TensorReader(found.path)

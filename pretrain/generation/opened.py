@@ -16,7 +16,7 @@ from models.generation.cached_model import CachedModel, shared_over_tokens
 from models.generation.sampling import Request, Sampling, generate
 from models.hybrid_model import build_model
 from models.precision import PrecisionPlan, PrecisionState, apply_precision
-from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.config import require_latest
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.state import load_sharded
@@ -121,12 +121,7 @@ class OpenedModel:
         overrides: Sequence[str] = (),
         needs_tokenizer: bool = True,
     ) -> None:
-        found = find_latest(checkpoint)
-        if found is None:
-            raise ConfigError(
-                f"CKPT_DIR must hold a checkpoint; {checkpoint} holds none; give a run's "
-                "checkpoints folder (runs/NAME/checkpoints) or one step of it"
-            )
+        found = require_latest(checkpoint)
         self.path = found.path
         state = load_json(found.path / STATE)
         self.overrides = tuple(overrides)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fused_ops.errors import ConfigError
 from models.parallel_config import ParallelConfig
-from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.config import require_latest
 from pretrain.checkpoint.io import load_json
 from pretrain.checkpoint.layout import STATE
 from pretrain.checkpoint.state import load_sharded
@@ -29,12 +29,7 @@ def open_engine(config: PretrainConfig, checkpoint: Path) -> tuple[Engine, int]:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("layers are ranked in one process; start it without torchrun")
-    found = find_latest(checkpoint)
-    if found is None:
-        raise ConfigError(
-            f"{checkpoint} must be a checkpoint, or a run's checkpoints folder; none is whole "
-            "there; name runs/NAME/checkpoints"
-        )
+    found = require_latest(checkpoint)
     config = replace(config, model=config.model.unstaged, parallel=ParallelConfig())
     world = initialize(config.parallel, device=config.run.device, seed=config.run.seed)
     model = config.model

@@ -14,7 +14,7 @@ import yaml
 
 from fused_ops.errors import ConfigError
 from pretrain.checkpoint.compare import compare, kind_of, override_config
-from pretrain.checkpoint.config import find_latest
+from pretrain.checkpoint.config import find_latest, require_latest
 from pretrain.checkpoint.io import (
     CheckpointError,
     dump_json,
@@ -108,7 +108,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("kind", BREAKS)
-def test_a_broken_checkpoint_is_named_and_the_older_one_found(tmp_path, kind):
+def test_a_broken_checkpoint_is_named_and_the_older_one_found(tmp_path, caplog, kind):
     make_checkpoint(tmp_path, 1)
     folder = make_checkpoint(tmp_path, 2)
     damage, reason = BREAKS[kind]
@@ -119,6 +119,10 @@ def test_a_broken_checkpoint_is_named_and_the_older_one_found(tmp_path, kind):
     assert len(found.skipped) == 1
     assert found.skipped[0].startswith("step_00000002")
     assert reason in found.skipped[0]
+    assert require_latest(tmp_path) == found
+    assert [record.getMessage() for record in caplog.records] == [
+        f"checkpoint passed over, step_00000001 is read: {found.skipped[0]}"
+    ]
     (tmp_path / "step_00000001" / COMPLETE).unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be read") as caught:
         find_latest(tmp_path)

@@ -400,6 +400,7 @@ def test_command_line(folder, tmp_path, capsys):
         ("config.yaml", "run: {name: a, seed: b}\ntrain: {steps: 1}\n", "ValueError"),
         ("config.yaml", "run: {name: a, seed: 1}\ntrain: {steps: 1}\nmodel:\n", "TypeError"),
         ("config.yaml", "- 1\n", "AttributeError"),
+        ("config.yaml", "run: {name: a, seed: 1}\ntrain: {steps: 0}\nmodel: {}\n", "steps 0;"),
     ],
 )
 def test_a_damaged_run_is_named(tmp_path, capsys, file, text, said):

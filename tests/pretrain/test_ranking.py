@@ -241,7 +241,7 @@ def test_command_line_writes_a_plan_that_a_run_takes(trained, tmp_path, capsys):
     assert main([*words, "precision.recipe=bf16", "precision.rules=[]"]) == 2
     errors = capsys.readouterr().err
     assert "between 0 and 1" in errors
-    assert "none is whole there" in errors
+    assert "holds none that is whole" in errors
     assert "nothing is quantized" in errors
 
 

@@ -105,6 +105,16 @@ def test_text_from_a_run_and_from_one_step(trained, capsys):
     shut_down()
 
 
+def test_a_newer_checkpoint_is_not_passed_over_in_silence(trained, tmp_path, caplog):
+    for step in (5, 6):
+        shutil.copytree(trained / "step_00000005", tmp_path / f"step_{step:08d}")
+    (tmp_path / "step_00000006" / "state.json").write_text("{")
+    assert main([str(tmp_path), "--prompt", "w5", "--tokens", "1"]) == 0
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said.startswith("checkpoint passed over, step_00000005 is read: step_00000006/")
+    assert "state.json has 1 bytes instead of" in said
+
+
 def test_another_models_checkpoint_and_a_gpu_that_is_not_there(trained, capsys):
     words = [str(trained), "--prompt", "w1", "--tokens", "2"]
     assert main([*words, "model.pattern=M*E"]) == 2
