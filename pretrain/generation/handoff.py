@@ -171,24 +171,28 @@ def read_weights(folder: Path) -> Received | None:
     """The version that counts now, every byte checked; None before the first.
 
     Raises:
-        HandoffError: files are missing or are not those that were handed over.
+        HandoffError: files are missing or are not those that were handed over, or newer versions
+            come faster than one is read.
     """
-    pointer, problem = _pointer(folder), ""
-    for _ in range(_TRIES):
-        if pointer is None:
-            return None
+    pointer, gone = _pointer(folder), []
+    while pointer is not None:
         try:
             return _checked(folder / pointer["folder"], pointer)
         except (OSError, ValueError) as error:  # a ConfigError is a ValueError
             problem = str(error)
         before, pointer = pointer, _pointer(folder)
-        if pointer == before:
-            break  # it was not removed for a newer one: it is damaged
-    version = None if pointer is None else pointer["version"]
-    raise HandoffError(
-        f"{folder}: version {version} is damaged: {problem}; let the trainer hand over "
-        "a new version"
-    )
+        if pointer == before:  # it was not removed for a newer one
+            raise HandoffError(
+                f"{folder}: version {before['version']} is damaged: {problem}; let the trainer "
+                "hand over a new version"
+            )
+        gone.append(str(before["version"]))
+        if len(gone) == _TRIES:
+            raise HandoffError(
+                f"{folder}: versions {', '.join(gone)} were gone for newer ones before they were "
+                "read; hand over less often, or keep more versions (keep of publish_weights)"
+            )
+    return None
 
 
 def _checked(place: Path, pointer: Mapping[str, Any]) -> Received:

@@ -171,6 +171,23 @@ def test_a_damaged_version_is_refused_whole(tmp_path, name, damage):
         receive_weights(tmp_path, sampler)
 
 
+def test_versions_that_go_while_they_are_read_are_not_called_damaged(tmp_path, monkeypatch):
+    """Each is removed for newer ones behind its pointer: the trainer is to be slower, not anew."""
+    model, real = build(0, pattern="*-"), handoff._checked
+
+    def overtaken(place, pointer):
+        for version in range(pointer["version"] + 1, pointer["version"] + 3):
+            publish_weights(tmp_path, model, version)
+        return real(place, pointer)
+
+    publish_weights(tmp_path, model, 1)
+    monkeypatch.setattr(handoff, "_checked", overtaken)
+    with pytest.raises(HandoffError, match=r"versions 1, 3, 5 were gone .* hand over less often"):
+        read_weights(tmp_path)
+    monkeypatch.setattr(handoff, "_checked", real)
+    assert read_weights(tmp_path).version == 7
+
+
 @pytest.mark.parametrize(
     "text",
     [
