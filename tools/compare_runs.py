@@ -12,6 +12,7 @@ compare.png, where there is a gap to draw, and compare.html (self-contained) int
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def _compare(options: argparse.Namespace) -> int:
             name = f"{options.name}/{row.label}"
             folder = Path(options.write_reference)
             path = write_reference(row, base, name, tokens_per_parameter(row), folder)
-            print(path or f"{row.label}: no seed has finished, no reference written")
+            text = path or f"{row.label}: no seed has finished, no reference written"
+            print(text, file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

@@ -10,6 +10,7 @@ import yaml
 from fused_ops.errors import ConfigError
 from models.precision_config import PrecisionConfig
 from pretrain.checkpoint.compare import flatten
+from pretrain.comparison import compare
 from pretrain.comparison.compare import base_row, load_rows
 from pretrain.comparison.gaps import (
     Interval,
@@ -389,6 +390,15 @@ def test_command_line(folder, tmp_path, capsys):
         == f"error: --output must be a folder that can be written to; got {file} (file exists)"
     )
     assert [line.split()[1] for line in said] == ["--output", "--write-reference", "--diverged"]
+
+
+def test_json_is_all_of_the_output(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "tokens_per_parameter", lambda row: 1.0)
+    words = ["--output", str(tmp_path), "--json", "--write-reference", str(tmp_path / "made")]
+    assert main([str(folder), "--base", "bf16", *words]) == 0
+    printed = capsys.readouterr()
+    assert [line["row"] for line in json.loads(printed.out)["lines"]] == [*sorted(GAPS)]
+    assert f"{tmp_path}/made/model-v1.json" in printed.err
 
 
 @pytest.mark.parametrize(
