@@ -11,7 +11,6 @@ the NVFP4 values of both: one kernel, timed in turn, each so long that the card'
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from fused_ops.errors import ConfigError
 from fused_ops.formats import OperandSpec
 from fused_ops.quantize import quantize_decoded
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import prepare, refused, run_program
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,4 +112,4 @@ def _speed(name: str, layer: dict[str, Tensor], rounds: int = 5) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -16,7 +16,6 @@ import logging
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -27,7 +26,7 @@ from typing import Any
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
-from pretrain.command_line import refused
+from pretrain.command_line import refused, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,4 +202,4 @@ def _size(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

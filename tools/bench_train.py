@@ -25,7 +25,6 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ import torch
 
 from fused_ops.errors import ConfigError
 from models.presets import get_preset
-from pretrain.command_line import each_recipe, prepare, refused
+from pretrain.command_line import each_recipe, prepare, refused, run_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,4 +480,4 @@ def release() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

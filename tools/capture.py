@@ -10,12 +10,11 @@ starts from the weights of a run; other settings are overridden likewise. One pr
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import output_problems, prepare, refused
+from pretrain.command_line import output_problems, prepare, refused, run_program
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,4 +89,4 @@ def _capture(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":  # saving a checkpoint starts processes that import this file
-    sys.exit(main())
+    run_program(main)

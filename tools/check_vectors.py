@@ -16,7 +16,6 @@ Prints a line for each case and tag. Status 0: all equal; 1: something differs; 
 import argparse
 import os
 import re
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from fused_ops.quantize import QUANTIZE, quantize
 from fused_ops.scaled_matmul import scaled_matmul
 from fused_ops.scaled_matmul.implementations import SCALED_MATMUL
 from fused_ops.testing import count_different, relative_error
-from pretrain.command_line import refused
+from pretrain.command_line import refused, run_program
 
 PARTS = ("codes", "scales", "amax")
 GEMM_INPUTS = ("x", "w", "dy")
@@ -268,4 +267,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import prepare, refused
+from pretrain.command_line import prepare, refused, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,4 +112,4 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -25,14 +25,13 @@ Exit status 1 if one is out of bound or fails, 2 for a mistake on the command li
 
 import argparse
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Sequence
 
 from fused_ops.errors import ConfigError
 from pretrain import cpu_compat
-from pretrain.command_line import refused
+from pretrain.command_line import refused, run_program
 
 DEFAULT_PATTERNS = "M-*-,M-*E"
 DEFAULT_RECIPES = "fp32,bf16,nvfp4,nvfp4_fast"
@@ -158,4 +157,4 @@ def _line(*cells: str) -> str:
 
 
 if __name__ == "__main__":  # the ranks import this package, not this program
-    sys.exit(main())
+    run_program(main)

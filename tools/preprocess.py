@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fused_ops.errors import ConfigError
-from pretrain.command_line import refused
+from pretrain.command_line import refused, run_program
 from pretrain.data.documents import InputFile, find_inputs, records, text_of
 from pretrain.data.encode import EncodeOptions, encode_inputs
 from pretrain.data.manifest import (
@@ -325,4 +325,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m pretrain.report RUN_DIR...` rewrites report.html."""
 
-import sys
-
+from pretrain.command_line import run_program
 from pretrain.report.page import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)
