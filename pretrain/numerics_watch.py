@@ -78,7 +78,6 @@ class NumericsWatch:
         self.engine, self.limits, self.micro_batch = engine, limits, micro_batch
         self.names = [module.name for module in engine.plan.modules]
         number = len(self.names)
-        zeros: dict[str, Any] = {"dtype": torch.float64, "device": engine.world.device}
         device = engine.world.device
         self.amax = Table((number, len(OPERANDS), 1), device, torch.maximum)
         self.operands = Table((number, len(OPERANDS), len(OPERAND_SUMS)), device)
@@ -89,7 +88,8 @@ class NumericsWatch:
         self.router_names = router_names(engine)
         self.num_experts = config.num_moe_experts or 0
         # Of each router: tokens, their summed entropy, tokens of each expert.
-        self.routers = torch.zeros(len(self.router_names), 2 + self.num_experts, **zeros)
+        sums = len(self.router_names), 2 + self.num_experts
+        self.routers = torch.zeros(sums, dtype=torch.float64, device=device)
         self.expert_stride = max(1, math.ceil(self.num_experts / max(experts, 1)))
         self._partial: list[_Partial] = []
         self._samples: Batches[tuple[tuple[int, int], Sample]] = Batches(

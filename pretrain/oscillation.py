@@ -155,13 +155,17 @@ class Oscillation:
 
     # ---- checkpoints
 
+    @property
+    def _within(self) -> bool:
+        """Whether a window has begun, and its reset is still to come."""
+        return 0 < self.updates <= self.config.window
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the paths; the same on every rank.
 
         `codes` {layer: label of its fprop.w}: what the paths within a window are of.
         """
-        within = 0 < self.updates <= self.config.window
-        recipes = self._plan.recipes() if within else {}
+        recipes = self._plan.recipes() if self._within else {}
         codes = {name: recipe.fprop_w.label for name, recipe in recipes.items()}
         return {"updates": self.updates, "codes": codes}
 
@@ -179,8 +183,7 @@ class Oscillation:
         codes = (state or {}).get("codes", {})
         specs = {n: m.recipe.fprop_w for n, m in layers if m.weight in followed}
         held = {n: spec for n, spec in specs.items() if codes.get(n, spec.label) == spec.label}
-        within = 0 < self.updates <= self.config.window
-        self._follow(held if within else {})
+        self._follow(held if self._within else {})
         if self.updates > self.config.interval:
             self.updates = 0
         if state is None:

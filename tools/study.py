@@ -88,8 +88,9 @@ def _study(options: argparse.Namespace) -> int:
     from pretrain.study.trained import problems_of, read_all
 
     problems += [*_place_problems(options), *start_problems_of(study)]
-    names = {run.name for run in study.runs}
-    problems += problems_of([one for one in read_all(whole.runs) if one[0].name in names])
+    # Tables are of the whole: a folder that cannot be read is told before anything runs.
+    picked = {run.name for run in study.runs}
+    problems += problems_of([one for one in read_all(whole.runs) if one[0].name in picked])
     if problems := problems or folder_problems("--runs", folder):
         raise ConfigError(problems)
     with _alone_in(folder):

@@ -20,7 +20,7 @@ from pretrain.checkpoint.layout import STATE, candidates, check_contents
 from pretrain.checkpoint.tensors import TensorReader
 from pretrain.conversion.opened import CARRIED, open_checkpoint, process_groups
 from pretrain.conversion.progress import Bar
-from pretrain.conversion.verifying import read_hf_config
+from pretrain.conversion.verifying import is_finite, read_hf_config
 
 _NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
@@ -140,7 +140,7 @@ def _check_tensors(path: Path, reader: TensorReader, show: bool) -> list[str]:
                 except CheckpointError as error:
                     problems.append(str(error))
                     continue
-                if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+                if not is_finite(part):
                     count = int((~torch.isfinite(part)).sum())
                     problems.append(f"{name} holds {count} values that are NaN or Inf")
             whole = torch.Size(reader.shape(name)).numel()
@@ -189,8 +189,7 @@ def _check_folder(hf_config: dict[str, Any], source: SafetensorsFolder, show: bo
     names = list(source)
     with Bar("reading", len(names), show=show) as bar:
         for name in names:
-            tensor = source.read(name)
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            if not is_finite(source.read(name)):
                 problems.append(f"{name} holds values that are NaN or Inf")
             bar.step()
     if packed_weights(source):

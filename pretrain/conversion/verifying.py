@@ -168,7 +168,7 @@ def compare_values(pair: Pair, plan: Plan, verdict: Verdict, *, show: bool) -> N
         for link in plan.links:
             if all(piece.name in present for piece in link.theirs):
                 theirs = [pair.source.read(piece.name, piece.index) for piece in link.theirs]
-                broken += [str(p) for p, t in zip(link.theirs, theirs) if not _is_finite(t)]
+                broken += [str(p) for p, t in zip(link.theirs, theirs) if not is_finite(t)]
                 problem = _compare_link(pair, plan, link, theirs)
                 names.update(piece.name for piece in link.theirs)
                 if problem:
@@ -220,8 +220,12 @@ def _padding_aside(link: Link, plan: Plan, made: Tensor, stored: Tensor) -> bool
     return _equal(made, stored.to(made.dtype))
 
 
-def _is_finite(x: Tensor) -> bool:
-    return bool(x.float().isfinite().all())  # of FP8 itself it is not known
+def is_finite(x: Tensor) -> bool:
+    """Whether no value is NaN or Inf, of any dtype."""
+    if not x.is_floating_point():
+        return True
+    known = x if x.itemsize > 1 else x.bfloat16()  # of FP8 itself torch does not know
+    return bool(known.isfinite().all())
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -11,9 +11,9 @@
 
 Tables and figures are made from this file alone, whether the runs are still there or not. Training
 losses are means over a forty-eighth of the run. `precision` is what differs from the defaults, also
-in resets of weights that oscillate,
-`four_bit` the share of the FLOPs of the block linears' GEMMs whose operands both have 4 bits, over
-the whole run, `four_bit_all` that of all matrix products (attention, routers, output layer too),
+in resets of weights that oscillate, `four_bit` the share of the FLOPs of the block linears' GEMMs
+whose operands both have 4 bits, over the whole run, `four_bit_all` that of all matrix products
+(attention, routers, output layer too),
 `low_bit` that of the block linears' whose operands have at most 8 bits,
 `numerics` of the first seed (pretrain/study/evidence.py). `starts` tells whether rows with one
 forward began alike (pretrain/study/starts.py).
